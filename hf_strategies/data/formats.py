@@ -1,0 +1,282 @@
+"""Dataset rows in TRL's shapes -> training rows in token ids.
+
+The columns decide, not the strategy:
+
+    prompt, chosen, rejected        a pair: two rows of one prompt, chosen first, rewards 1 and 0
+    prompt, completions, rewards    a scored group (optionally old_logprobs, one list per completion)
+    prompt, completion              the completion trains
+    messages                        a conversation; all of it trains
+    text                            a document; all of it trains
+    input_ids                       a document in token ids
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from datasets import Dataset
+
+from hf_strategies.batch import Batch, Row
+from hf_strategies.data.chat import (
+    as_messages,
+    encode_prompt,
+    encode_text,
+    is_conversation,
+    prompt_of,
+    render,
+)
+from hf_strategies.data.packing import best_fit_decreasing, cut
+
+SHAPES = (
+    ("prompt", "chosen", "rejected"),
+    ("prompt", "completions", "rewards"),
+    ("prompt", "completion"),
+    ("messages",),
+    ("text",),
+    ("input_ids",),
+)
+
+
+@dataclass
+class Encoded:
+    """A dataset in token ids.
+
+    Attributes:
+        dataset: one column ``rows``, a list of `Row` fields per example.
+        dropped: reason -> number of examples left out.
+        longest: most tokens (prompt and completion) of a row.
+    """
+
+    dataset: Dataset
+    dropped: Counter[str] = field(default_factory=Counter)
+    longest: int = 0
+
+
+def shape_of(columns: list[str]) -> tuple[str, ...]:
+    """The first known shape whose columns are all there.
+
+    Raises:
+        ValueError: none is; the message lists columns and shapes.
+    """
+    for shape in SHAPES:
+        if set(shape) <= set(columns):
+            return shape
+    shapes = "; ".join(", ".join(shape) for shape in SHAPES)
+    raise ValueError(f"the dataset has columns {sorted(columns)}; one of these sets is needed: {shapes}")
+
+
+def read_rows(example: dict[str, Any], tokenizer: Any) -> list[Row]:
+    """Token rows of one dataset row.
+
+    Raises:
+        ValueError: the row's columns do not fit together (lengths of a scored group, a prompt that is no prefix, ...).
+    """
+    shape = shape_of([name for name, value in example.items() if value is not None])
+    if "chosen" in shape:
+        prompt_ids = encode_prompt(tokenizer, example["prompt"])
+        return [
+            Row(
+                prompt_ids,
+                encode_completion(tokenizer, example["prompt"], prompt_ids, example[side]),
+                reward=reward,
+            )
+            for side, reward in (("chosen", 1.0), ("rejected", 0.0))
+        ]
+    if "completions" in shape:
+        return _read_group(example, tokenizer)
+    if "completion" in shape:
+        prompt_ids = encode_prompt(tokenizer, example["prompt"])
+        return [
+            Row(
+                prompt_ids,
+                encode_completion(tokenizer, example["prompt"], prompt_ids, example["completion"]),
+            )
+        ]
+    if "messages" in shape:
+        ids = render(tokenizer, example["messages"], generation_prompt=False)
+    elif "text" in shape:
+        ids = with_eos(tokenizer, encode_text(tokenizer, example["text"]))
+    else:
+        ids = list(example["input_ids"])
+    return [document_row(ids)] if ids else []
+
+
+def document_row(token_ids: list[int]) -> Row:
+    """A document as a row: its first token has nothing to be predicted from, every other one trains."""
+    return Row(token_ids[:1], token_ids[1:])
+
+
+def with_eos(tokenizer: Any, token_ids: list[int]) -> list[int]:
+    """Token ids that end with exactly one end-of-sequence token, if the tokenizer has one."""
+    eos = tokenizer.eos_token_id
+    return token_ids if eos is None or (token_ids and token_ids[-1] == eos) else [*token_ids, eos]
+
+
+def encode_completion(tokenizer: Any, prompt: Any, prompt_ids: list[int], completion: Any) -> list[int]:
+    """Token ids of a completion, encoded on its own so that no token spans the boundary to its prompt.
+
+    A conversational completion is what the chat template appends to the prompt; a text gets an end-of-sequence token.
+
+    Raises:
+        ValueError: the template renders the prompt differently once an answer follows.
+    """
+    if not (is_conversation(prompt) or is_conversation(completion)):
+        return with_eos(tokenizer, encode_text(tokenizer, completion, special_tokens=False))
+    conversation = as_messages(prompt, "user") + as_messages(completion, "assistant")
+    whole = render(tokenizer, conversation, generation_prompt=False)
+    if whole[: len(prompt_ids)] != prompt_ids:
+        raise ValueError(
+            "the chat template renders the prompt differently when an answer follows: prompt and completion cannot "
+            f"be told apart (prompt: {prompt!r})"
+        )
+    answer = whole[len(prompt_ids) :]
+    eos = tokenizer.eos_token_id
+    # Templates put a newline after the closing token; the model is never asked for it.
+    if eos in answer:
+        answer = answer[: len(answer) - answer[::-1].index(eos)]
+    return answer
+
+
+def _read_group(example: dict[str, Any], tokenizer: Any) -> list[Row]:
+    completions, rewards = example["completions"], example["rewards"]
+    if len(rewards) != len(completions):
+        raise ValueError(f"rewards has {len(rewards)} entries for {len(completions)} completions")
+    for i, reward in enumerate(rewards):
+        if reward is not None and math.isinf(reward):
+            raise ValueError(f"rewards[{i}]={reward!r}: rewards must be finite or None")
+    prompt_ids = encode_prompt(tokenizer, example["prompt"])
+    ids = [encode_completion(tokenizer, example["prompt"], prompt_ids, completion) for completion in completions]
+    old = example.get("old_logprobs")
+    if old is not None:
+        got, expected = [len(values) for values in old], [len(tokens) for tokens in ids]
+        if got != expected:
+            raise ValueError(f"old_logprobs shape must match completions: got {got}, expected {expected}")
+        if not all(math.isfinite(value) for values in old for value in values):
+            raise ValueError("old_logprobs must be finite")
+    return [
+        Row(
+            prompt_ids,
+            tokens,
+            reward=float("nan") if reward is None else float(reward),
+            old_logprobs=None if old is None else old[i],
+        )
+        for i, (tokens, reward) in enumerate(zip(ids, rewards, strict=True))
+    ]
+
+
+def encode_dataset(
+    dataset: Dataset,
+    tokenizer: Any,
+    max_length: int | None,
+    *,
+    min_rows: int = 1,
+    packed: bool = False,
+) -> Encoded:
+    """Encode every example; what cannot train is left out and counted.
+
+    Args:
+        dataset: examples in one of the module's shapes.
+        tokenizer: the model's tokenizer.
+        max_length: most tokens of a row; longer completions are cut, a prompt that leaves no room drops the example.
+            With ``packed`` it is the length of a packed row and long documents are cut into pieces, losing nothing.
+        min_rows: rows an example must have (2 for groups).
+        packed: put several documents into each example (best-fit-decreasing).
+
+    Raises:
+        ValueError: unknown columns, an example that contradicts itself (naming its number), or nothing left.
+    """
+    shape_of(dataset.column_names)
+    dropped: Counter[str] = Counter()
+    examples: list[list[Row]] = []
+    for number, example in enumerate(dataset):
+        try:
+            rows = read_rows(example, tokenizer)
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"dataset row {number}: {error}") from error
+        if packed:
+            for row in rows:
+                ids = [*row.prompt_ids, *row.completion_ids]
+                pieces = cut(ids, max_length) if max_length else [ids]
+                dropped["one_token_piece"] += sum(len(piece) < 2 for piece in pieces)
+                examples += [[document_row(piece)] for piece in pieces if len(piece) > 1]
+            continue
+        rows, reason = _fit(rows, max_length, min_rows)
+        if reason:
+            dropped[reason] += 1
+        else:
+            examples.append(rows)
+    if not examples:
+        raise ValueError(f"no row of the dataset can train ({len(dataset)} rows, dropped: {dict(dropped) or 'none'})")
+    if packed and max_length:
+        lengths = [1 + len(rows[0].completion_ids) for rows in examples]
+        examples = [[examples[i][0] for i in chosen] for chosen in best_fit_decreasing(lengths, max_length)]
+    longest = max(len(row.prompt_ids) + len(row.completion_ids) for rows in examples for row in rows)
+    return Encoded(
+        Dataset.from_list([{"rows": [asdict(row) for row in rows]} for rows in examples]),
+        dropped,
+        longest,
+    )
+
+
+def _fit(rows: list[Row], max_length: int | None, min_rows: int) -> tuple[list[Row], str | None]:
+    """Rows cut to ``max_length``, or the reason why the example cannot train."""
+    if not rows:
+        return rows, "empty"
+    if max_length is not None:
+        if any(len(row.prompt_ids) >= max_length for row in rows):
+            return rows, "prompt_too_long"
+        rows = [_cut_completion(row, max_length - len(row.prompt_ids)) for row in rows]
+    if len(rows) < min_rows:
+        return rows, "group_too_small"
+    paired = min_rows > 1 and len(rows) == 2
+    empty = [not row.completion_ids for row in rows]
+    if all(empty) or (paired and any(empty)):
+        return rows, "empty_completion"
+    return rows, None
+
+
+def _cut_completion(row: Row, room: int) -> Row:
+    def shortened(values: Any) -> Any:
+        return None if values is None else list(values)[:room]
+
+    return Row(
+        prompt_ids=row.prompt_ids,
+        completion_ids=list(row.completion_ids)[:room],
+        loss_mask=shortened(row.loss_mask),
+        reward=row.reward,
+        old_logprobs=shortened(row.old_logprobs),
+        truncated=len(row.completion_ids) > room,
+    )
+
+
+def collate(examples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Batch]:
+    """Encoded examples -> ``{"batch": Batch}``; every example is a group of its own."""
+    rows = [
+        Row(**{**fields, "group": number}) for number, example in enumerate(examples) for fields in example["rows"]
+    ]
+    return {"batch": Batch.from_rows(rows, pad_token_id)}
+
+
+def encode_prompts(dataset: Dataset, tokenizer: Any) -> tuple[Dataset, int]:
+    """Add ``prompt`` and ``prompt_ids`` to a dataset of prompts; the other columns travel along to the rewards.
+
+    Returns:
+        The dataset and the length of its longest prompt in tokens.
+
+    Raises:
+        ValueError: a row without a usable prompt (naming its number).
+    """
+
+    def encode(example: dict[str, Any], number: int) -> dict[str, Any]:
+        try:
+            prompt = prompt_of(example)
+            return {"prompt": prompt, "prompt_ids": encode_prompt(tokenizer, prompt)}
+        except (ValueError, KeyError) as error:
+            message = error.args[0] if error.args else error
+            raise ValueError(f"dataset row {number}: {message}") from error
+
+    rows = [{**example, **encode(example, number)} for number, example in enumerate(dataset)]
+    return Dataset.from_list(rows), max(len(row["prompt_ids"]) for row in rows)

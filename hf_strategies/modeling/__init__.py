@@ -1,0 +1,1 @@
+"""Models: scoring, sampling, references, critic, mixtures of experts."""

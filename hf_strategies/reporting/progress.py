@@ -1,0 +1,39 @@
+"""The progress bar of a run: one line with the figures that matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.trainer_callback import ProgressCallback
+
+# Metric name -> how the bar abbreviates it, in this order.
+SHOWN = {
+    "reward": "reward",
+    "loss": "loss",
+    "kl": "kl",
+    "entropy": "entropy",
+    "rewards/accuracies": "acc",
+    "completions/mean_length": "len",
+    "train/tokens_per_second": "tok/s",
+}
+
+
+class StrategyProgress(ProgressCallback):
+    """`ProgressCallback` whose bar carries the latest metrics instead of printing every log as a dict."""
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Put the logged figures beside the bar; tqdm adds the time left."""
+        if not state.is_world_process_zero or self.training_bar is None or not logs:
+            return
+        figures = {
+            short: f"{logs[name]:.4g}" for name, short in SHOWN.items() if isinstance(logs.get(name), int | float)
+        }
+        if figures:
+            self.training_bar.set_postfix(figures)

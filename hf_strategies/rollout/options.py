@@ -1,0 +1,99 @@
+"""Options of online strategies: how completions are sampled, scored and reused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_strategies.modeling.generation import Sampling
+from hf_strategies.options import Options, option
+
+ENGINES = ("auto", "generate")
+
+
+@dataclass
+class RolloutOptions(Options):
+    """Sampling, reuse and rewards; names and defaults are TRL's."""
+
+    num_generations: int = option(8, "Completions per prompt (G).")
+    num_generations_eval: int | None = option(None, "Completions per prompt in evaluation; unset: num_generations.")
+    max_completion_length: int = option(512, "Most tokens of a completion, >= 1.")
+    min_new_tokens: int = option(0, "No end-of-sequence token before this many tokens.")
+    temperature: float = option(
+        1.0,
+        "Sampling temperature, > 0; log-probabilities are of logits / temperature too.",
+    )
+    temperature_eval: float | None = option(None, "Temperature in evaluation; 0: greedy; unset: temperature.")
+    top_p: float = option(1.0, "Nucleus sampling: mass that is kept, in (0, 1]; 1 keeps all.")
+    top_k: int = option(0, "Tokens that are kept; 0 keeps all.")
+    min_p: float | None = option(None, "Least probability relative to the likeliest token, in [0, 1].")
+    repetition_penalty: float = option(1.0, "Above 1, tokens that occurred are less likely; 1 is off.")
+    steps_per_generation: int | None = option(
+        None, "Micro-steps served by one rollout; unset: gradient_accumulation_steps."
+    )
+    num_iterations: int = option(1, "Times each rollout is trained on (mu in GRPO, epochs in PPO).")
+    max_policy_lag: int | None = option(
+        None,
+        "Most optimizer steps between sampling and use; unset: what the reuse settings need.",
+    )
+    reward_weights: list[float] | None = option(None, "One weight per reward; unset: all 1.")
+    rollout_engine: str = option("auto", "What samples: auto or generate (model.generate).")
+    rollout_batch_size: int = option(64, "Most completions sampled in one generate call; groups stay together.")
+    log_completions: bool = option(False, "Print sample completions when metrics are logged.")
+    num_completions_to_print: int | None = option(None, "Completions to print; unset: all of the last rollout.")
+
+    def validate(self) -> None:  # noqa: D102 - see Options
+        super().validate()
+        self.require_integer("num_generations", 1)
+        for name in (
+            "num_generations_eval",
+            "steps_per_generation",
+            "num_completions_to_print",
+        ):
+            if getattr(self, name) is not None:
+                self.require_integer(name, 1)
+        for name in ("max_completion_length", "num_iterations", "rollout_batch_size"):
+            self.require_integer(name, 1)
+        for name in ("top_k", "min_new_tokens"):
+            self.require_integer(name, 0)
+        if self.max_policy_lag is not None:
+            self.require_integer("max_policy_lag", 0)
+        if self.min_new_tokens > self.max_completion_length:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens}: allowed is at most "
+                f"max_completion_length={self.max_completion_length}"
+            )
+        self.require_number("temperature", above=0.0)
+        self.require_number("top_p", 0.0, 1.0, above=0.0)
+        self.require_number("repetition_penalty", above=0.0)
+        if self.temperature_eval is not None:
+            self.require_number("temperature_eval", 0.0)
+        if self.min_p is not None:
+            self.require_number("min_p", 0.0, 1.0)
+        self.require_one_of("rollout_engine", ENGINES)
+
+    def sampling(self) -> Sampling:
+        """How training rollouts are drawn."""
+        return Sampling(
+            max_new_tokens=self.max_completion_length,
+            min_new_tokens=self.min_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+    def eval_sampling(self) -> Sampling:
+        """How evaluation rollouts are drawn."""
+        temperature = self.temperature if self.temperature_eval is None else self.temperature_eval
+        greedy = temperature == 0.0
+        return Sampling(
+            max_new_tokens=self.max_completion_length,
+            min_new_tokens=self.min_new_tokens,
+            temperature=1.0 if greedy else temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            greedy=greedy,
+        )

@@ -1,0 +1,272 @@
+"""Scoring completions: TRL's reward-function interface, checked.
+
+A reward is a function, an async function, a callable object or a sequence-classification model. It is called with
+keywords: ``prompts``, ``completions``, ``completion_ids``, every further dataset column (a list aligned with the
+completions), ``trainer_state``, ``log_extra(column, values)`` and ``log_metric(name, value)``; a function without
+``**kwargs`` gets only what it declares. It returns one number, or None for "does not apply", per completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+RewardFunction = Callable[..., Any]
+Text = str | list[dict[str, str]]
+
+
+class RewardError(ValueError):
+    """A reward raised, or returned something that is no list of numbers."""
+
+
+@dataclass
+class Scores:
+    """Rewards of N completions.
+
+    Attributes:
+        total: [N] float64, weighted sum over the rewards that apply; NaN where none does.
+        by_name: per reward, [N] float64, NaN where it does not apply.
+        extra: further columns for the completions table, as logged by the rewards.
+        metrics: scalars logged by the rewards.
+    """
+
+    total: Tensor
+    by_name: dict[str, Tensor]
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+
+class ModelReward:
+    """A sequence-classification model with one label as a reward.
+
+    Args:
+        model: the model; moved to evaluation mode.
+        tokenizer: the model's *own* tokenizer: the text is encoded again with it, policy ids never reach the model.
+        batch_size: texts per forward pass.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, batch_size: int = 16) -> None:
+        num_labels = getattr(model.config, "num_labels", 1)
+        if num_labels != 1:
+            raise ValueError(f"reward model {model.config._name_or_path!r} has {num_labels} labels, allowed is 1")
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = tokenizer.pad_token_id
+        self.batch_size = batch_size
+        self.__name__ = (model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
+
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text], **kwargs: Any) -> list[float]:
+        """Score prompt + completion texts; conversations go through the tokenizer's chat template."""
+        texts = [self._text(p, c) for p, c in zip(prompts, completions, strict=True)]
+        device = next(self.model.parameters()).device
+        scores: list[float] = []
+        for start in range(0, len(texts), self.batch_size):
+            inputs = self.tokenizer(
+                texts[start : start + self.batch_size],
+                return_tensors="pt",
+                padding=True,
+                padding_side="right",
+            )
+            logits = self.model(**inputs.to(device)).logits
+            scores += logits[:, 0].float().tolist()
+        return scores
+
+    def _text(self, prompt: Text, completion: Text) -> str:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return prompt + completion
+        messages = [*prompt, *completion]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def reward_name(reward: RewardFunction) -> str:
+    """Name of a reward in metrics and messages."""
+    while isinstance(reward, partial):
+        reward = reward.func
+    return getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
+
+
+class Rewards:
+    """Several weighted rewards.
+
+    Args:
+        functions: the rewards; at least one.
+        weights: one per reward; all 1 when left out.
+
+    Raises:
+        ValueError: no reward, two of one name, or a wrong number of weights.
+        TypeError: a reward that cannot be called.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        if not functions:
+            raise ValueError("reward_funcs is empty: give at least one reward")
+        for function in functions:
+            if not callable(function):
+                raise TypeError(f"reward_funcs: {function!r} cannot be called")
+        self.functions = list(functions)
+        self.names = [reward_name(function) for function in functions]
+        twice = {name for name in self.names if self.names.count(name) > 1}
+        if twice:
+            raise ValueError(f"reward_funcs: names must differ, got {sorted(twice)} twice; set a `name` attribute")
+        self.weights = [1.0] * len(functions) if weights is None else [float(w) for w in weights]
+        if len(self.weights) != len(functions):
+            raise ValueError(f"reward_weights has {len(self.weights)} entries, reward_funcs {len(functions)}")
+        if not all(math.isfinite(w) for w in self.weights):
+            raise ValueError(f"reward_weights={self.weights!r}: allowed are finite numbers")
+
+    def score(
+        self,
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
+        completion_ids: Sequence[list[int]],
+        columns: dict[str, list[Any]],
+        trainer_state: Any = None,
+    ) -> Scores:
+        """Score N completions.
+
+        Args:
+            prompts: N texts or conversations, the prompt of each completion.
+            completions: N texts or conversations.
+            completion_ids: N lists of sampled token ids.
+            columns: further dataset columns, each with N entries.
+            trainer_state: handed through.
+
+        Raises:
+            RewardError: a reward raised, or returned the wrong number of values, an infinite one or no number; the
+                message names the reward and the row.
+        """
+        n = len(completions)
+        scores = Scores(torch.full((n,), float("nan"), dtype=torch.float64), {})
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            scores.extra[column] = list(values)
+
+        def log_metric(name: str, value: float) -> None:
+            scores.metrics.setdefault(name, []).append(float(value))
+
+        inputs = {
+            "prompts": list(prompts),
+            "completions": list(completions),
+            "completion_ids": list(completion_ids),
+            **columns,
+        }
+        helpers = {
+            "trainer_state": trainer_state,
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+        results = self._call_all(inputs, helpers, n)
+        for name, result in zip(self.names, results, strict=True):
+            scores.by_name[name] = _checked(name, result, n)
+        stacked = torch.stack([scores.by_name[name] for name in self.names])
+        weights = torch.tensor(self.weights, dtype=torch.float64).unsqueeze(1)
+        applies = ~stacked.isnan()
+        total = torch.where(applies, stacked * weights, torch.zeros_like(stacked)).sum(dim=0)
+        scores.total = torch.where(applies.any(dim=0), total, torch.full_like(total, float("nan")))
+        return scores
+
+    def _call_all(self, inputs: dict[str, list[Any]], helpers: dict[str, Any], n: int) -> list[Any]:
+        def call(function: RewardFunction, rows: dict[str, list[Any]]) -> Any:
+            return function(**_accepted(function, {**rows, **helpers}))
+
+        async def run_async(functions: list[RewardFunction]) -> list[Any]:
+            return await asyncio.gather(
+                *(call(function, inputs) for function in functions),
+                return_exceptions=True,
+            )
+
+        asynchronous = [function for function in self.functions if _is_async(function)]
+        finished = (
+            dict(
+                zip(
+                    map(id, asynchronous),
+                    asyncio.run(run_async(asynchronous)),
+                    strict=True,
+                )
+            )
+            if asynchronous
+            else {}
+        )
+        results = []
+        for name, function in zip(self.names, self.functions, strict=True):
+            if id(function) in finished:
+                result = finished[id(function)]
+                if isinstance(result, BaseException):
+                    raise RewardError(f"reward {name!r} raised {type(result).__name__}: {result}") from result
+            else:
+                try:
+                    result = call(function, inputs)
+                except Exception as error:
+                    row = self._failing_row(lambda rows, function=function: call(function, rows), inputs, n)
+                    where = f" on row {row} (completion {inputs['completions'][row]!r})" if row is not None else ""
+                    raise RewardError(f"reward {name!r} raised {type(error).__name__}{where}: {error}") from error
+            results.append(result)
+        return results
+
+    @staticmethod
+    def _failing_row(
+        call: Callable[[dict[str, list[Any]]], Any],
+        inputs: dict[str, list[Any]],
+        n: int,
+    ) -> int | None:
+        """First row on which the reward raises when it sees that row alone."""
+        for row in range(n):
+            try:
+                call({name: [values[row]] for name, values in inputs.items()})
+            except Exception:  # the same failure, now located
+                return row
+        return None
+
+
+def _is_async(function: RewardFunction) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _accepted(function: RewardFunction, available: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return available
+    return {name: value for name, value in available.items() if name in parameters}
+
+
+def _checked(name: str, result: Any, n: int) -> Tensor:
+    if isinstance(result, Tensor):
+        result = result.tolist()
+    if not isinstance(result, list | tuple) and not hasattr(result, "__len__"):
+        raise RewardError(f"reward {name!r} returned {type(result).__name__}, expected a list of {n} numbers")
+    if len(result) != n:
+        raise RewardError(f"reward {name!r} returned {len(result)} values for {n} completions")
+    values = []
+    for row, value in enumerate(result):
+        if value is None:
+            values.append(float("nan"))
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise RewardError(f"reward {name!r} returned {value!r} for row {row}, expected a number or None") from None
+        if math.isinf(number):
+            raise RewardError(f"reward {name!r} returned {number} for row {row}: rewards must be finite")
+        values.append(number)
+    return torch.tensor(values, dtype=torch.float64)

@@ -1,0 +1,88 @@
+"""What a strategy is: three pure hooks between rows and gradient, and a declaration of what they need."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_strategies.batch import Batch, PolicyOutput
+from hf_strategies.options import Options
+from hf_strategies.stats import Mean, Metrics
+
+
+class Strategy(ABC):
+    """A training objective over `Batch` rows.
+
+    Strategies see numbers: no model, tokenizer, accelerator or process. The trainer calls, once per optimizer step or
+    rollout, `select` and `assign_credit`, cuts the result into micro-batches, adds `count_items` up over micro-batches
+    and processes, and calls `loss` per micro-batch. The loss is a sum divided by that count, so it does not depend on
+    how the step was cut.
+
+    Attributes:
+        Options: dataclass with the strategy's options.
+        needs_rewards: rows must carry rewards when they reach `select`.
+        needs_critic: `loss` reads ``policy.values``.
+        needs_old_logprobs: ``old_logprobs`` are captured before the first update on a rollout, always.
+        needs_vocab_mean: `loss` reads ``policy.vocab_mean_logprobs``.
+        keep_groups: rows of a group must stay in one micro-batch.
+        min_group_size: rows per prompt that the objective needs.
+        dropout: whether training may run with dropout. Objectives that compare log-probabilities of two passes must
+            not: the two would disagree for no reason.
+    """
+
+    Options: ClassVar[type[Options]]
+    needs_rewards: ClassVar[bool] = False
+    needs_critic: ClassVar[bool] = False
+    needs_old_logprobs: ClassVar[bool] = False
+    keep_groups: ClassVar[bool] = False
+    min_group_size: ClassVar[int] = 1
+    dropout: ClassVar[bool] = False
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether ``ref_logprobs`` must be filled in before `assign_credit`."""
+        return False
+
+    @property
+    def needs_vocab_mean(self) -> bool:
+        """Whether `loss` reads ``policy.vocab_mean_logprobs``."""
+        return False
+
+    def select(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Rows that train, from complete groups. Identity by default."""
+        return batch, {}
+
+    def assign_credit(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Turn rewards into what the loss reads, once per group, before the batch is cut. Identity by default."""
+        return batch, {}
+
+    def count_items(self, batch: Batch) -> Tensor:
+        """What this micro-batch adds to the step's denominator: its trained tokens by default.
+
+        Returns:
+            Scalar float64.
+        """
+        return batch.loss_mask.sum().to(torch.float64)
+
+    @abstractmethod
+    def loss(self, policy: PolicyOutput, batch: Batch, num_items: Tensor) -> tuple[Tensor, Metrics]:
+        """This micro-batch's share of the step's loss.
+
+        Args:
+            policy: numbers of the current policy for this batch, with gradient.
+            batch: N rows as `assign_credit` left them.
+            num_items: scalar, `count_items` summed over the optimizer step and all processes, at least 1.
+
+        Returns:
+            Scalar loss, attached to the graph also when no token trains, and detached metrics.
+        """
+
+    def share(self, loss: Tensor, batch: Batch, num_items: Tensor) -> Mean:
+        """A loss share as a metric whose parts add up to the step's value."""
+        return Mean(loss.detach().double() * num_items.to(loss.device), self.count_items(batch))

@@ -1,0 +1,132 @@
+"""Configs: `transformers.TrainingArguments`, a strategy's own options and, for online ones, the rollout options."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any, ClassVar, TypeVar
+
+from transformers import TrainingArguments
+
+from hf_strategies.options import Options, option
+from hf_strategies.rollout.options import RolloutOptions
+from hf_strategies.strategies import get_entry
+
+T = TypeVar("T", bound=Options)
+
+
+@dataclass
+class StrategyArguments(Options, TrainingArguments):
+    """What all strategies share, on top of `transformers.TrainingArguments`."""
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    logging_steps: float = option(10, "Optimizer steps between two logs.")
+    remove_unused_columns: bool = option(False, "Kept off: rewards read the dataset's other columns.")
+    max_length: int | None = option(
+        1024,
+        "Most tokens of a row (prompt and completion) of offline data; unset: no cut.",
+    )
+    disable_dropout: bool | None = option(
+        None,
+        "Set every dropout rate to 0, LoRA's included; unset: where log-probabilities of passes are compared.",
+    )
+    router_aux_loss_coef: float = option(
+        0.001,
+        "Weight of the load-balancing loss of mixtures of experts, >= 0; 0 still reports it.",
+    )
+    model_init_kwargs: dict[str, Any] | str | None = option(
+        None,
+        "Keyword arguments of from_pretrained when the model is an id or path, as JSON.",
+    )
+    trust_remote_code: bool = option(False, "Run code that comes with the model. Never implied.")
+
+    def validate(self) -> None:  # noqa: D102 - see Options
+        super().validate()
+        self.require_number("router_aux_loss_coef", 0.0)
+        if self.max_length is not None:
+            self.require_integer("max_length", 2)
+
+
+@dataclass
+class OnlineArguments(RolloutOptions, StrategyArguments):
+    """What all online strategies share.
+
+    A batch counts completions: ``per_device_train_batch_size`` completions per process and micro-step. One rollout
+    makes ``per_device_train_batch_size * steps_per_generation`` completions per process, whole groups each.
+    """
+
+    @property
+    def resolved_steps_per_generation(self) -> int:
+        """Micro-steps one rollout is cut into."""
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts per process and rollout."""
+        return self.per_device_train_batch_size * self.resolved_steps_per_generation // self.num_generations
+
+    @property
+    def resolved_max_policy_lag(self) -> int:
+        """Optimizer steps that lie between a rollout's sampling and its last use, unless set by hand."""
+        if self.max_policy_lag is not None:
+            return self.max_policy_lag
+        uses = self.resolved_steps_per_generation * self.num_iterations
+        return math.ceil(uses / self.gradient_accumulation_steps) - 1
+
+    @property
+    def updates_within_rollout(self) -> bool:
+        """Whether an optimizer step falls between two uses of a rollout, so that old log-probs must be kept."""
+        uses = self.resolved_steps_per_generation * self.num_iterations
+        return uses > self.gradient_accumulation_steps
+
+    def check_rollouts(self, min_group_size: int) -> None:
+        """Check that rollouts, micro-batches and groups fit together.
+
+        Not part of `validate`: the same config may train offline on given groups, where none of it matters.
+
+        Args:
+            min_group_size: completions per prompt the strategy needs.
+
+        Raises:
+            ValueError: what does not divide, with the values that do.
+        """
+        if self.num_generations < min_group_size:
+            raise ValueError(
+                f"num_generations={self.num_generations}: the strategy compares the completions of a prompt, "
+                f"allowed is a whole number >= {min_group_size}"
+            )
+        accumulation, steps = (
+            self.gradient_accumulation_steps,
+            self.resolved_steps_per_generation,
+        )
+        if accumulation % steps and steps % accumulation:
+            valid = [n for n in range(1, 4 * accumulation + 1) if accumulation % n == 0 or n % accumulation == 0]
+            raise ValueError(
+                f"steps_per_generation={steps} and gradient_accumulation_steps={accumulation} must divide one "
+                f"another: allowed steps_per_generation are {', '.join(map(str, valid))} and further multiples of {accumulation}"
+            )
+        rows = self.per_device_train_batch_size * steps
+        if rows % self.num_generations:
+            valid = [n for n in range(min_group_size, rows + 1) if rows % n == 0]
+            raise ValueError(
+                f"num_generations={self.num_generations} does not divide the {rows} completions of a rollout "
+                f"(per_device_train_batch_size={self.per_device_train_batch_size} * steps_per_generation={steps}): "
+                f"allowed num_generations are {', '.join(map(str, valid))}"
+            )
+
+
+def options_from(args: Any, options: type[T]) -> T:
+    """The part of a config that belongs to ``options``; defaults where the config has no such field."""
+    return options(**{f.name: getattr(args, f.name) for f in fields(options) if hasattr(args, f.name)})
+
+
+def config_class(name: str) -> type[StrategyArguments]:
+    """A config for any registered strategy, a user's own included: shared options plus the strategy's.
+
+    Raises:
+        ValueError: unknown strategy.
+    """
+    entry = get_entry(name)
+    base = OnlineArguments if entry.online else StrategyArguments
+    return make_dataclass(f"{entry.strategy.__name__}Arguments", [], bases=(entry.strategy.Options, base))

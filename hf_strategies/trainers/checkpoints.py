@@ -1,0 +1,70 @@
+"""What a checkpoint of a strategy's run holds besides Trainer's own files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Trainer
+
+from hf_strategies.modeling.critic import critic_of, without_critic
+from hf_strategies.rollout.callback import RolloutCallback
+
+STATE_FILE = "strategy_state.json"
+CRITIC_FILE = "critic.safetensors"
+
+
+class CheckpointMixin(Trainer):
+    """Saves and restores critic, rollouts and counters; exports the policy alone. Safetensors and JSON only."""
+
+    rollouts: RolloutCallback | None
+    num_tokens: int
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Write the policy alone (no critic, no reference) and what is needed to use it."""
+        if not self.args.should_save:
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = self.accelerator.unwrap_model(self.model)
+        if critic_of(model) is not None:
+            state_dict = without_critic(model.state_dict() if state_dict is None else state_dict)
+        adapters = {"selected_adapters": [model.active_adapter]} if isinstance(model, PeftModel) else {}
+        model.save_pretrained(str(folder), state_dict=state_dict, **adapters)
+        self.processing_class.save_pretrained(str(folder))
+        (folder / "training_args.json").write_text(self.args.to_json_string())
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        folder = Path(output_dir)
+        if self.args.should_save:
+            (folder / STATE_FILE).write_text(json.dumps({"num_tokens": self.num_tokens}))
+            critic = critic_of(self.model)
+            if critic is not None:
+                save_file(critic.state_dict(), folder / CRITIC_FILE)
+        if self.rollouts is not None:
+            self.rollouts.save(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        critic = critic_of(self.model)
+        critic_file = Path(resume_from_checkpoint) / CRITIC_FILE
+        if critic is not None and not critic_file.exists():
+            raise FileNotFoundError(
+                f"the checkpoint {resume_from_checkpoint} has no critic ({CRITIC_FILE} is missing)"
+            )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if critic is not None:
+            critic.load_state_dict(load_file(critic_file))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        state_file = Path(checkpoint) / STATE_FILE
+        if state_file.exists():
+            self.num_tokens = json.loads(state_file.read_text())["num_tokens"]
+        if self.rollouts is not None:
+            self.rollouts.load(checkpoint)

@@ -1,0 +1,109 @@
+"""Encoding a run's datasets before any weights are loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset
+from torch.utils.data import IterableDataset
+
+from hf_strategies.data.formats import encode_dataset, encode_prompts
+from hf_strategies.strategies import Strategy
+from hf_strategies.trainers.arguments import OnlineArguments, StrategyArguments
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RunData:
+    """Encoded datasets of a run.
+
+    Attributes:
+        train: encoded training data or None.
+        eval: encoded evaluation data, a dict of such, or None.
+        longest: most tokens a row can have, prompt and completion.
+        columns: columns of the raw training (or first evaluation) data.
+        dropped: dataset name -> reason -> examples left out.
+    """
+
+    train: Dataset | None = None
+    eval: Dataset | dict[str, Dataset] | None = None
+    longest: int = 0
+    columns: list[str] | None = None
+    dropped: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def prepare_data(
+    train: Any,
+    evaluation: Any,
+    tokenizer: Any,
+    strategy: Strategy,
+    args: StrategyArguments,
+    rollout_args: OnlineArguments | None,
+    packed: bool,
+) -> RunData:
+    """Encode training and evaluation data for a strategy; with ``rollout_args`` the rows are prompts to roll out.
+
+    Raises:
+        TypeError: something that is no map-style dataset.
+        ValueError: an empty dataset, missing columns, or a row that cannot be encoded (naming it).
+    """
+    data = RunData()
+
+    def encode(name: str, raw: Any) -> Dataset:
+        dataset = _as_dataset(name, raw)
+        data.columns = data.columns or dataset.column_names
+        if rollout_args is not None:
+            encoded, longest_prompt = encode_prompts(dataset, tokenizer)
+            data.longest = max(data.longest, longest_prompt + rollout_args.max_completion_length)
+            return encoded
+        result = encode_dataset(
+            dataset,
+            tokenizer,
+            args.max_length,
+            min_rows=strategy.min_group_size,
+            packed=packed,
+        )
+        data.longest = max(data.longest, result.longest)
+        if result.dropped.total():
+            data.dropped[name] = dict(result.dropped)
+            logger.warning("%s dataset: left out %s", name, dict(result.dropped))
+        return result.dataset
+
+    if train is not None:
+        data.train = encode("train", train)
+    if isinstance(evaluation, dict):
+        data.eval = {name: encode(f"eval_{name}", raw) for name, raw in evaluation.items()}
+    elif evaluation is not None:
+        data.eval = encode("eval", evaluation)
+    return data
+
+
+def check_one_rollout(dataset: Dataset, args: OnlineArguments) -> None:
+    """Raise unless the dataset fills one rollout over all processes.
+
+    Raises:
+        ValueError: fewer prompts than a rollout takes.
+    """
+    needed = args.prompts_per_rollout * args.world_size
+    if len(dataset) < needed:
+        raise ValueError(
+            f"the train dataset has {len(dataset)} prompts, one rollout takes {needed} "
+            f"(per_device_train_batch_size={args.per_device_train_batch_size} * "
+            f"steps_per_generation={args.resolved_steps_per_generation} / num_generations={args.num_generations}, "
+            f"on {args.world_size} processes): add prompts or lower these"
+        )
+
+
+def _as_dataset(name: str, raw: Any) -> Dataset:
+    if isinstance(raw, list):
+        raw = Dataset.from_list(raw)
+    if isinstance(raw, IterableDataset) or not isinstance(raw, Dataset):
+        raise TypeError(
+            f"{name} dataset: got {type(raw).__name__}, allowed are a map-style datasets.Dataset or a list of dicts"
+        )
+    if len(raw) == 0:
+        raise ValueError(f"the {name} dataset is empty")
+    return raw

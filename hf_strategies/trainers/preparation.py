@@ -1,0 +1,82 @@
+"""From rows to rows with credit: select, pin, assign. Runs once per rollout, or per optimizer step of offline data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hf_strategies.batch import Batch
+from hf_strategies.modeling.forward import Forward
+from hf_strategies.modeling.generation import generating
+from hf_strategies.modeling.reference import Reference
+from hf_strategies.reporting.metrics import MetricStore
+from hf_strategies.strategies import Strategy
+
+
+class Preparation:
+    """Gives rows everything the loss reads.
+
+    Args:
+        strategy: chooses rows and assigns credit.
+        forward: scores rows.
+        reference: the frozen policy, if the strategy needs one.
+        rows_per_pass: rows scored at a time; memory is that of a micro-batch.
+    """
+
+    def __init__(self, strategy: Strategy, forward: Forward, reference: Reference | None, rows_per_pass: int) -> None:
+        self.strategy = strategy
+        self.forward = forward
+        self.reference = reference
+        self.rows_per_pass = rows_per_pass
+
+    def __call__(
+        self, model: nn.Module, batches: Sequence[Batch], *, pin_old: bool = False
+    ) -> tuple[list[Batch], dict[str, Any]]:
+        """Select rows of each batch, pin numbers, and assign credit over all batches together.
+
+        Args:
+            model: the policy as it is called in training, wrapped or not.
+            batches: complete groups.
+            pin_old: keep the present policy's log-probabilities as ``old_logprobs``, where rows bring none.
+
+        Returns:
+            One batch per given batch, and metrics.
+        """
+        if not batches:
+            return [], {}
+        metrics = MetricStore()
+        chosen = []
+        for batch in batches:
+            selected, stats = self.strategy.select(batch)
+            metrics.add(stats)
+            chosen.append(self._pin(model, selected, pin_old))
+        credited, stats = self.strategy.assign_credit(Batch.cat(chosen))
+        metrics.add(stats)
+        prepared, start = [], 0
+        for batch in chosen:
+            prepared.append(credited.select(range(start, start + batch.num_rows)))
+            start += batch.num_rows
+        return prepared, metrics.collected()
+
+    def _pin(self, model: nn.Module, batch: Batch, pin_old: bool) -> Batch:
+        """Compute what later passes over these rows must find unchanged, without gradient."""
+        wants_values = self.strategy.needs_critic
+        wants_old = pin_old and batch.old_logprobs is None
+        if not (wants_old or wants_values or self.reference):
+            return batch
+        pinned = []
+        with generating(model):
+            for part in batch.split(-(-batch.num_rows // self.rows_per_pass)):
+                if wants_old or wants_values:
+                    policy = self.forward(model, part, values=wants_values).policy
+                    part = part.replace(
+                        values=policy.values, old_logprobs=policy.logprobs if wants_old else part.old_logprobs
+                    )
+                if self.reference is not None:
+                    with self.reference.activated(model) as reference:
+                        part = part.replace(ref_logprobs=self.forward(reference, part).policy.logprobs)
+                pinned.append(part)
+        # Concatenation numbers groups per part; rows of one group may have been in two.
+        return Batch.cat(pinned).replace(group=batch.group)

@@ -1,0 +1,85 @@
+"""From what a user writes as ``reward_funcs`` to callables, checked against the dataset's columns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_strategies.rollout.rewards import (
+    ModelReward,
+    RewardFunction,
+    Rewards,
+    reward_name,
+)
+
+# What every reward is offered besides the dataset's columns.
+PROVIDED = {
+    "self",
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+}
+
+
+def resolve_rewards(
+    reward_funcs: Any,
+    weights: Sequence[float] | None,
+    processing_classes: Any,
+    columns: Sequence[str] | None,
+) -> Rewards:
+    """Callables for one or several rewards.
+
+    Args:
+        reward_funcs: function, sequence-classification model or its id or path; one or a list.
+        weights: one per reward, or None.
+        processing_classes: tokenizers of reward models, one per reward (None for functions); None loads them by name.
+        columns: columns of the dataset, to check that every reward finds what it asks for; None skips the check.
+
+    Raises:
+        ValueError: a required parameter that is no column, or a wrong number of tokenizers.
+    """
+    given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    if processing_classes is None:
+        tokenizers: list[Any] = [None] * len(given)
+    else:
+        tokenizers = list(processing_classes) if isinstance(processing_classes, list | tuple) else [processing_classes]
+    if len(tokenizers) != len(given):
+        raise ValueError(f"reward_processing_classes has {len(tokenizers)} entries, reward_funcs {len(given)}")
+    # Columns first: no reward model is loaded for a run that cannot start.
+    if columns is not None:
+        for function in given:
+            if not isinstance(function, str | nn.Module):
+                _check_columns(function, columns)
+    return Rewards([_as_function(f, t) for f, t in zip(given, tokenizers, strict=True)], weights)
+
+
+def _as_function(reward: Any, tokenizer: Any) -> RewardFunction:
+    if isinstance(reward, str):
+        model = AutoModelForSequenceClassification.from_pretrained(reward, num_labels=1)
+        return ModelReward(model, tokenizer or AutoTokenizer.from_pretrained(reward))
+    if isinstance(reward, nn.Module):
+        return ModelReward(
+            reward,
+            tokenizer or AutoTokenizer.from_pretrained(reward.config._name_or_path),
+        )  # type: ignore[union-attr,arg-type]
+    return reward
+
+
+def _check_columns(function: RewardFunction, columns: Sequence[str]) -> None:
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (
+            inspect.Parameter.VAR_KEYWORD,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            continue
+        if parameter.default is inspect.Parameter.empty and name not in PROVIDED and name not in columns:
+            raise ValueError(
+                f"reward {reward_name(function)!r} asks for the column {name!r}; the dataset has {sorted(columns)}"
+            )
