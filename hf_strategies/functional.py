@@ -110,7 +110,7 @@ def smoothed_nll(logprobs: Tensor, vocab_mean_logprobs: Tensor | None, label_smo
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log p_new - log p_old per token, 0 where masked, clamped to +-20 (see `MAX_LOG_RATIO`)."""
+    """Log p_new - log p_old per token, 0 where masked, clamped to +-20 (see `MAX_LOG_RATIO`)."""
     difference = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

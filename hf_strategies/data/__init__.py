@@ -1,0 +1,1 @@
+"""Datasets: formats, chat templates, packing, verifiable tasks."""

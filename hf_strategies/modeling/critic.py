@@ -60,7 +60,7 @@ class Critic(nn.Module):
         return output
 
 
-def attach_critic(causal_lm: nn.Module) -> Critic:
+def attach_critic(causal_lm: Any) -> Critic:
     """Give a causal LM (not its PEFT or DDP wrapper) a zero-initialised value head, in float32.
 
     Raises:
@@ -79,7 +79,7 @@ def attach_critic(causal_lm: nn.Module) -> Critic:
     return critic
 
 
-def critic_of(model: nn.Module) -> Critic | None:
+def critic_of(model: Any) -> Critic | None:
     """The critic inside a model, whatever wraps it."""
     return next((module for module in model.modules() if isinstance(module, Critic)), None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class ForwardResult:
     router_load: RouterLoad | None = None
 
 
-def causal_lm_of(model: nn.Module) -> nn.Module:
+def causal_lm_of(model: Any) -> Any:
     """The Hugging Face causal LM inside a PEFT model (or the model itself)."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

@@ -177,7 +177,7 @@ class TokenSampler(LogitsProcessor):
 
 
 @contextmanager
-def neutral_generation_config(causal_lm: nn.Module) -> Iterator[None]:
+def neutral_generation_config(causal_lm: Any) -> Iterator[None]:
     """Hide the model's own generation defaults: `generate` would fill in whatever a caller leaves unset."""
     own = causal_lm.generation_config
     causal_lm.generation_config = GenerationConfig()
@@ -200,7 +200,7 @@ def generating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def eos_token_ids(causal_lm: nn.Module, tokenizer: Any) -> list[int]:
+def eos_token_ids(causal_lm: Any, tokenizer: Any) -> list[int]:
     """Every id that ends a text: the model's generation config and the tokenizer each may know some."""
     configured = getattr(causal_lm.generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list | tuple) else [configured])
@@ -209,7 +209,7 @@ def eos_token_ids(causal_lm: nn.Module, tokenizer: Any) -> list[int]:
 
 
 def sample_completions(
-    causal_lm: nn.Module,
+    causal_lm: Any,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     noise_keys: Sequence[tuple[int, ...]],

@@ -9,6 +9,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import cast
 
 import torch
 from peft import PeftModel
@@ -120,7 +121,7 @@ def _is_identity(model: PeftModel) -> bool:
     for module in model.modules():
         if isinstance(module, LoraLayer):
             for part in (*module.lora_B.values(), *module.lora_embedding_B.values()):
-                weight = part.weight if isinstance(part, nn.Module) else part
+                weight = cast(torch.Tensor, part.weight if isinstance(part, nn.Module) else part)
                 found = True
                 if torch.count_nonzero(weight):
                     return False

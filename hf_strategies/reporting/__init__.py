@@ -1,0 +1,1 @@
+"""Metrics, progress and completions for people."""

@@ -34,10 +34,12 @@ def completions_table(rows: Sequence[dict[str, Any]], title: str, columns: Seque
     return table
 
 
-def print_completions(rows: Sequence[dict[str, Any]], limit: int | None, step: int) -> None:
-    """Print completions of a rollout, best and worst first when there are more than ``limit``."""
+def print_completions(
+    rows: Sequence[dict[str, Any]], reward_names: Sequence[str], limit: int | None, step: int
+) -> None:
+    """Print completions of a rollout with their rewards, best and worst when there are more than ``limit``."""
     chosen = list(rows)
     if limit is not None and len(chosen) > limit:
         ordered = sorted(chosen, key=lambda row: row["reward"], reverse=True)
         chosen = ordered[: (limit + 1) // 2] + ordered[len(ordered) - limit // 2 :]
-    Console().print(completions_table(chosen, f"step {step}"))
+    Console().print(completions_table(chosen, f"step {step}", ["prompt", "completion", *reward_names, "reward"]))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
-from hf_strategies.stats import Extreme, Mean, Metrics
+from hf_strategies.stats import Extreme, Mean
 
 
 class Combinable(Protocol):
@@ -43,7 +43,7 @@ class MetricStore:
     def __init__(self) -> None:
         self._stats: dict[str, Any] = {}
 
-    def add(self, metrics: Metrics | dict[str, Combinable]) -> None:
+    def add(self, metrics: Mapping[str, Mean | Extreme | Combinable]) -> None:
         """Add statistics to those collected since the last `reduce`."""
         for name, stat in metrics.items():
             self._stats[name] = _combine(self._stats[name], stat) if name in self._stats else stat

@@ -1,0 +1,1 @@
+"""Rollouts: engines, rewards, reuse and policy versions."""

@@ -36,7 +36,7 @@ class Rollout:
     Attributes:
         batch: N rows with rewards, group after group.
         scores: rewards of the N rows.
-        table: one dict per row for people to read: prompt, completion, rewards.
+        table: one dict per row for people to read: prompt, completion, rewards, the dataset's other columns.
         metrics: lengths, rewards, speed.
     """
 
@@ -175,7 +175,7 @@ class RolloutCallback(TrainerCallback):
         self,
         examples: Sequence[dict[str, Any]],
         n: int,
-        keys: list[list[tuple[int, ...]]],
+        keys: Sequence[Sequence[tuple[int, ...]]],
         evaluation: bool,
         state: Any,
     ) -> Rollout:
@@ -220,16 +220,17 @@ class RolloutCallback(TrainerCallback):
                 first,
                 texts[first],
             )
+        extra = {name: values for name, values in scores.extra.items() if len(values) == len(texts)}
         table = [
-            {"prompt": prompt, "completion": text, "reward": float(total)}
+            {"prompt": prompts[i], "completion": text, "reward": float(scores.total[i])}
             | {name: float(values[i]) for name, values in scores.by_name.items()}
-            | {name: values[i] for name, values in scores.extra.items() if len(values) == len(texts)}
-            for i, (prompt, text, total) in enumerate(zip(prompts, texts, scores.total, strict=True))
+            | {name: values[i] for name, values in (columns | extra).items()}
+            for i, text in enumerate(texts)
         ]
         return scores, table
 
     def _collate(self, groups: Sequence[RolloutGroup], scores: Scores) -> Batch:
-        rows = []
+        rows: list[Row] = []
         for i, group in enumerate(groups):
             for j, completion in enumerate(group.completions):
                 rows.append(

@@ -26,7 +26,7 @@ class GenerateEngine:
     def __init__(self, tokenizer: Any, max_rows: int = 64) -> None:
         self.tokenizer = tokenizer
         self.max_rows = max_rows
-        self._model: nn.Module | None = None
+        self._model: Any = None
         self._version = 0
 
     def sync_weights(self, model: nn.Module, version: int) -> None:  # noqa: D102 - see RolloutEngine

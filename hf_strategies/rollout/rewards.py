@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class ModelReward:
         batch_size: texts per forward pass.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, batch_size: int = 16) -> None:
+    def __init__(self, model: Any, tokenizer: Any, batch_size: int = 16) -> None:
         num_labels = getattr(model.config, "num_labels", 1)
         if num_labels != 1:
             raise ValueError(f"reward model {model.config._name_or_path!r} has {num_labels} labels, allowed is 1")
@@ -163,7 +163,7 @@ class Rewards:
         def log_metric(name: str, value: float) -> None:
             scores.metrics.setdefault(name, []).append(float(value))
 
-        inputs = {
+        inputs: dict[str, list[Any]] = {
             "prompts": list(prompts),
             "completions": list(completions),
             "completion_ids": list(completion_ids),
@@ -216,7 +216,7 @@ class Rewards:
                 try:
                     result = call(function, inputs)
                 except Exception as error:
-                    row = self._failing_row(lambda rows, function=function: call(function, rows), inputs, n)
+                    row = self._failing_row(partial(call, function), inputs, n)
                     where = f" on row {row} (completion {inputs['completions'][row]!r})" if row is not None else ""
                     raise RewardError(f"reward {name!r} raised {type(error).__name__}{where}: {error}") from error
             results.append(result)

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_strategies import options as _options
 from hf_strategies.batch import Batch, PolicyOutput
-from hf_strategies.options import Options
 from hf_strategies.stats import Mean, Metrics
 
 
@@ -33,7 +33,7 @@ class Strategy(ABC):
             not: the two would disagree for no reason.
     """
 
-    Options: ClassVar[type[Options]]
+    Options: ClassVar[type[_options.Options]]
     needs_rewards: ClassVar[bool] = False
     needs_critic: ClassVar[bool] = False
     needs_old_logprobs: ClassVar[bool] = False
@@ -41,7 +41,7 @@ class Strategy(ABC):
     min_group_size: ClassVar[int] = 1
     dropout: ClassVar[bool] = False
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: _options.Options) -> None:
         self.options = options
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, make_dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 
@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Options)
 class StrategyArguments(Options, TrainingArguments):
     """What all strategies share, on top of `transformers.TrainingArguments`."""
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012
 
     logging_steps: float = option(10, "Optimizer steps between two logs.")
     remove_unused_columns: bool = option(False, "Kept off: rewards read the dataset's other columns.")
@@ -104,7 +104,8 @@ class OnlineArguments(RolloutOptions, StrategyArguments):
             valid = [n for n in range(1, 4 * accumulation + 1) if accumulation % n == 0 or n % accumulation == 0]
             raise ValueError(
                 f"steps_per_generation={steps} and gradient_accumulation_steps={accumulation} must divide one "
-                f"another: allowed steps_per_generation are {', '.join(map(str, valid))} and further multiples of {accumulation}"
+                f"another: allowed steps_per_generation are {', '.join(map(str, valid))} "
+                f"and further multiples of {accumulation}"
             )
         rows = self.per_device_train_batch_size * steps
         if rows % self.num_generations:

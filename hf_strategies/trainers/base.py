@@ -82,6 +82,8 @@ class StrategyTrainer(CheckpointMixin):
     loss_is_scaled_for_ga = True
     # Pack several documents into each example of offline data.
     packed = False
+    train_dataset: Any
+    eval_dataset: Any
 
     def __init__(
         self,
@@ -359,6 +361,7 @@ class StrategyTrainer(CheckpointMixin):
         self._eval_position, self.last_eval_table = 0, []
         self.metric_store["eval"] = MetricStore()
         output = super().evaluation_loop(*args, **kwargs)
+        assert output.metrics is not None
         metrics = self.metric_store["eval"].reduce(gather_object)
         output.metrics.pop(f"{prefix}_loss", None)
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
@@ -380,6 +383,7 @@ class StrategyTrainer(CheckpointMixin):
             if self.rollouts is not None and self.args.log_completions and self.is_world_process_zero():
                 print_completions(
                     self.rollouts.last_table,
+                    self.rollouts.rewards.names,
                     self.args.num_completions_to_print,
                     self.state.global_step,
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,9 @@ CRITIC_FILE = "critic.safetensors"
 class CheckpointMixin(Trainer):
     """Saves and restores critic, rollouts and counters; exports the policy alone. Safetensors and JSON only."""
 
+    args: Any
+    model: Any
+    processing_class: Any
     rollouts: RolloutCallback | None
     num_tokens: int
 

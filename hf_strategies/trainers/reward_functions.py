@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -65,10 +65,8 @@ def _as_function(reward: Any, tokenizer: Any) -> RewardFunction:
         model = AutoModelForSequenceClassification.from_pretrained(reward, num_labels=1)
         return ModelReward(model, tokenizer or AutoTokenizer.from_pretrained(reward))
     if isinstance(reward, nn.Module):
-        return ModelReward(
-            reward,
-            tokenizer or AutoTokenizer.from_pretrained(reward.config._name_or_path),
-        )  # type: ignore[union-attr,arg-type]
+        model = cast(Any, reward)
+        return ModelReward(model, tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path))
     return reward
 
 

@@ -1,0 +1,129 @@
+"""Verifiable tasks: any generator of `reasoning-gym` as a dataset, with its own scorer as the reward."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from datasets import Dataset
+
+PREFIX = "reasoning_gym:"
+ANSWER_LINE = re.compile(r"^\s*Answer:\s*(.+?)\s*$")
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+INSTRUCTION = "Think if you need to. End with one line of the form 'Answer: <answer>'."
+
+
+def _reasoning_gym() -> Any:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("tasks of reasoning_gym need an extra: pip install 'hf-strategies[demo]'") from error
+    return reasoning_gym
+
+
+def create_task(task: str, **config: Any) -> Any:
+    """A reasoning-gym dataset object by the task's name.
+
+    Raises:
+        ValueError: unknown task (naming near ones), or a configuration the task refuses.
+        ModuleNotFoundError: reasoning-gym is not installed.
+    """
+    gym = _reasoning_gym()
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        near = difflib.get_close_matches(task, DATASETS, n=3)
+        hint = f"; near: {', '.join(near)}" if near else ""
+        raise ValueError(f"reasoning_gym has no task {task!r} ({len(DATASETS)} known{hint})")
+    try:
+        return gym.create_dataset(task, **config)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"reasoning_gym task {task!r} refuses {config}: {error}") from error
+
+
+def load_reasoning_gym(spec: str, size: int, seed: int, **config: Any) -> Dataset:
+    """Problems of a reasoning-gym task as prompts.
+
+    Args:
+        spec: ``reasoning_gym:<task>``.
+        size: number of problems, >= 1.
+        seed: of the generator.
+        **config: options of the task.
+
+    Returns:
+        Columns ``prompt`` (chat messages), ``answer`` (text), ``task`` and ``entry`` (JSON, what the scorer reads).
+    """
+    task = spec.removeprefix(PREFIX)
+    problems = create_task(task, size=size, seed=seed, **config)
+    return Dataset.from_list([problem_row(task, entry) for entry in problems])
+
+
+def problem_row(task: str, entry: dict[str, Any], messages: list[dict[str, str]] | None = None) -> dict[str, Any]:
+    """A dataset row of one problem; its prompt asks for a last line ``Answer: ...`` unless ``messages`` are given."""
+    prompt = messages or [{"role": "user", "content": f"{entry['question']}\n\n{INSTRUCTION}"}]
+    return {"prompt": prompt, "answer": str(entry["answer"]), "task": task, "entry": json.dumps(entry, default=str)}
+
+
+def completion_text(completion: str | Sequence[dict[str, str]]) -> str:
+    """Text of a completion, plain or conversational."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def strict_answer(text: str) -> str | None:
+    """The answer, if the last line that is not empty has the form ``Answer: <answer>``."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    match = ANSWER_LINE.match(lines[-1]) if lines else None
+    return match.group(1) if match else None
+
+
+def lenient_answer(text: str) -> str | None:
+    """The answer of the last ``Answer:`` line anywhere, else the last number of the text."""
+    matches = [match for line in text.splitlines() if (match := ANSWER_LINE.match(line))]
+    if matches:
+        return matches[-1].group(1)
+    numbers = NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+@cache
+def _scorer(task: str) -> Any:
+    return create_task(task, size=1, seed=0)
+
+
+def score_answer(task: str, answer: str | None, entry: str) -> float:
+    """The task's own score of an answer, in [0, 1]; 0 for no answer."""
+    if answer is None:
+        return 0.0
+    return float(_scorer(task).score_answer(answer=answer, entry=json.loads(entry)))
+
+
+class AccuracyReward:
+    """1 for a right answer on a last line ``Answer: <answer>``, else 0.
+
+    Args:
+        lenient: take the answer from anywhere in the text (see `lenient_answer`).
+        name: name of the reward in metrics.
+    """
+
+    def __init__(self, lenient: bool = False, name: str | None = None) -> None:
+        self.lenient = lenient
+        self.name = name or ("lenient_accuracy" if lenient else "accuracy")
+
+    def __call__(
+        self, completions: Sequence[Any], task: Sequence[str], entry: Sequence[str], **kwargs: Any
+    ) -> list[float]:
+        """Exact correctness of each completion; partial credit of the task's scorer counts as 0."""
+        parse = lenient_answer if self.lenient else strict_answer
+        return [
+            float(score_answer(name, parse(completion_text(completion)), problem) == 1.0)
+            for completion, name, problem in zip(completions, task, entry, strict=True)
+        ]
+
+
+def format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """1 where the last line has the form ``Answer: <answer>``, else 0."""
+    return [float(strict_answer(completion_text(completion)) is not None) for completion in completions]
