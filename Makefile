@@ -10,9 +10,9 @@ help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else "Python 3.10 or newer is needed, %s is %d.%d: make PYTHON=python3.11 ..." % (sys.executable, *v[:2]))'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 -m venv does not work here: install it (Debian: apt-get install python3-venv)"; exit 1; }
-	@echo "Installing into $(VENV): about 2 GB, some minutes the first time ..."
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else "Python 3.10 or newer is needed, %s is %d.%d: make PYTHON=python3.11 ..." % ((sys.executable,) + tuple(v[:2])))'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv does not work here: install it (Debian: apt-get install python3-venv)"; exit 1; }
+	@echo "Installing into $(VENV): about 2 GB (several more where torch brings CUDA), some minutes the first time ..."
 	@$(BIN)/python -m pip install -q --upgrade pip
 	@$(BIN)/python -m pip install -q torch==2.13.0 -c constraints.txt
 	@$(BIN)/python -m pip install -q -e '.[test,demo,dev]' -c constraints.txt
