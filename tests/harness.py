@@ -1,4 +1,4 @@
-"""Every strategy on tiny models: what each needs to run, replayed rollouts, and gradients as the optimizer gets them."""
+"""Every strategy on tiny models: what each needs to run, replayed rollouts, gradients as the optimizer gets them."""
 
 from __future__ import annotations
 

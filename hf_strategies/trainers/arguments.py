@@ -71,14 +71,22 @@ class OnlineArguments(RolloutOptions, StrategyArguments):
         """Optimizer steps that lie between a rollout's sampling and its last use, unless set by hand."""
         if self.max_policy_lag is not None:
             return self.max_policy_lag
-        uses = self.resolved_steps_per_generation * self.num_iterations
-        return math.ceil(uses / self.gradient_accumulation_steps) - 1
+        return self._steps_within_rollout
 
     @property
     def updates_within_rollout(self) -> bool:
         """Whether an optimizer step falls between two uses of a rollout, so that old log-probs must be kept."""
-        uses = self.resolved_steps_per_generation * self.num_iterations
-        return uses > self.gradient_accumulation_steps
+        return self._steps_within_rollout > 0
+
+    @property
+    def _steps_within_rollout(self) -> int:
+        """Most optimizer steps between the first and the last use of a rollout.
+
+        A rollout may start in the middle of a step, but only at multiples of what divides both its uses and the
+        accumulation: 3 uses at accumulation 4 start at every place, 2 uses never reach over a step's end.
+        """
+        uses, accumulation = self.resolved_steps_per_generation * self.num_iterations, self.gradient_accumulation_steps
+        return math.ceil((uses - math.gcd(uses, accumulation)) / accumulation)
 
     def check_rollouts(self, min_group_size: int) -> None:
         """Check that rollouts, micro-batches and groups fit together.

@@ -12,6 +12,7 @@ from conftest import make_tokenizer
 from harness import (
     NAMES,
     ONLINE,
+    CaptureGradients,
     ReplayEngine,
     build,
     difference,
@@ -221,10 +222,6 @@ def test_label_smoothing_does_not_depend_on_the_cut(name: str) -> None:
 def test_generation_window_does_not_change_the_denominator() -> None:
     """Pitfall A-20: two steps over one rollout, weighted by their tokens, are the one step over all of it."""
     whole = run("online_grpo", trainer=needs("online_grpo", "llama"))[1].steps[0]
-    captured_trainer = build("online_grpo", trainer=needs("online_grpo", "llama"), num_train_epochs=1)
-    assert captured_trainer.args.resolved_steps_per_generation == 1
-    from harness import CaptureGradients
-
     capture = CaptureGradients()
     trainer = build(
         "online_grpo",
@@ -276,14 +273,14 @@ def ratios(calls: list[tuple[Tensor, Batch]]) -> list[Tensor]:
         ("online_grpo", "llama", False),
         ("online_grpo", "gpt2", True),
         ("online_ppo", "gpt2", False),
-        ("online_ppo", "mixtral", True),
+        ("online_ppo", "mixtral", False),
     ],
 )
 def test_first_pass_has_ratio_one_and_the_second_has_not(name: str, kind: str, adapter: bool, size: int) -> None:
     """Pitfalls A-14, A-15, A-11: sampled for real, at temperature 0.5, with dropout in the model."""
     model = policy(kind)
     if adapter:
-        model = lora(model, lora_dropout=0.5)
+        model = lora(model, lora_dropout=0.5)  # refused by peft where experts are adapted
     trainer = build(
         name,
         model,
@@ -320,14 +317,14 @@ def test_first_pass_has_ratio_one_and_the_second_has_not(name: str, kind: str, a
     assert max(float((ratio - 1).abs().max()) for ratio in ratios(calls[passes:])) > 1e-3
     for name_of in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
         assert logged(trainer, name_of)[0] == 0.0
-    got = [row[mask] for _, batch in calls[:passes] for row, mask in zip(batch.old_logprobs, batch.completion_mask)]
-    for mine, expected in zip(got, by_hand, strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
-    sampled = [
-        row[mask] for _, batch in calls[:passes] for row, mask in zip(batch.sampling_logprobs, batch.completion_mask)
-    ]
-    for mine, expected in zip(sampled, by_hand, strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
+    for name_of, atol in (("old_logprobs", 1e-5), ("sampling_logprobs", 1e-4)):
+        got = [
+            getattr(batch, name_of)[i][batch.completion_mask[i]]
+            for _, batch in calls[:passes]
+            for i in range(batch.num_rows)
+        ]
+        for mine, expected in zip(got, by_hand, strict=True):
+            torch.testing.assert_close(mine, expected, atol=atol, rtol=atol)
 
 
 def test_loss_is_zero_on_policy_but_the_gradient_is_not() -> None:
