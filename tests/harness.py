@@ -172,10 +172,10 @@ def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     )
 
 
-def lora(model: Any, nonzero: bool = True, seed: int = 5, **options: Any) -> Any:
+def lora(model: Any, nonzero: bool = True, seed: int = 5, adapter_name: str = "default", **options: Any) -> Any:
     """A LoRA adapter on every linear layer; with ``nonzero`` one that has been trained (its B matrices are not 0)."""
     torch.manual_seed(seed)
-    model = get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": "all-linear", **options}))
+    model = get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": "all-linear", **options}), adapter_name)
     if nonzero:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -334,6 +334,19 @@ def record(trainer: StrategyTrainer) -> list[tuple[Tensor, Batch]]:
 
     trainer.strategy = trainer.prepare.strategy = Recording(trainer.strategy.options)
     return calls
+
+
+def scored_alone(model: Any, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
+    """Log-probabilities of each row's completion, the row alone and unpadded, by the model's plain forward."""
+    scores = []
+    for i in range(batch.num_rows):
+        prompt = batch.prompt_ids[i][batch.prompt_mask[i]]
+        completion = batch.completion_ids[i][batch.completion_mask[i]]
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([prompt, completion]).unsqueeze(0)).logits[0]
+        table = torch.log_softmax(logits / temperature, dim=-1)
+        scores.append(table[len(prompt) - 1 : -1].gather(1, completion.unsqueeze(1)).squeeze(1))
+    return scores
 
 
 def logged(trainer: StrategyTrainer, key: str) -> list[float]:

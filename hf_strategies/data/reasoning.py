@@ -95,10 +95,14 @@ def _scorer(task: str) -> Any:
 
 
 def score_answer(task: str, answer: str | None, entry: str) -> float:
-    """The task's own score of an answer, in [0, 1]; 0 for no answer."""
+    """The task's own score of an answer, in [0, 1]; 0 for no answer, and for one that the scorer cannot read."""
     if answer is None:
         return 0.0
-    return float(_scorer(task).score_answer(answer=answer, entry=json.loads(entry)))
+    scorer, problem = _scorer(task), json.loads(entry)
+    try:
+        return float(scorer.score_answer(answer=answer, entry=problem))
+    except Exception:  # some scorers raise on text they cannot parse (prime_factorization: a word)
+        return 0.0
 
 
 class AccuracyReward:

@@ -55,8 +55,8 @@ class Critic(nn.Module):
         """Hook of the causal LM: adds the values to its output."""
         if self._collecting:
             assert self._hidden is not None
-            # Not called "values": on a ModelOutput that name is the dict method.
-            output["critic_values"] = self(self._hidden)
+            # A plain dict: DDP rebuilds what a model returns, and a ModelOutput refuses a field it does not declare.
+            return {**output, "critic_values": self(self._hidden)}
         return output
 
 

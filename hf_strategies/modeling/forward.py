@@ -104,7 +104,7 @@ class Forward:
         scoring = slice(-completion_len - 1, -1)
         result = ForwardResult(
             self._policy_output(
-                outputs.logits[:, scoring],
+                outputs["logits"][:, scoring],
                 batch.completion_ids,
                 entropy=entropy,
                 vocab_mean=vocab_mean,
@@ -113,8 +113,8 @@ class Forward:
         if critic is not None:
             result.policy.values = outputs["critic_values"][:, scoring]
         if router and self.is_moe:
-            result.aux_loss = outputs.aux_loss
-            result.router_load = RouterLoad.of(outputs.router_logits, batch.attention_mask, self.config)
+            result.aux_loss = outputs["aux_loss"]
+            result.router_load = RouterLoad.of(outputs["router_logits"], batch.attention_mask, self.config)
         return result
 
     def _policy_output(self, logits: Tensor, token_ids: Tensor, *, entropy: bool, vocab_mean: bool) -> PolicyOutput:

@@ -125,12 +125,12 @@ def test_datasets(model_folder: str) -> None:
         )
 
 
+def needs_gold(completions: list[str], gold: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
 def test_rewards_at_construction(model_folder: str) -> None:
     with pytest.raises(ValueError, match=r"reward 'needs_gold' asks for the column 'gold'; the dataset has \['answer"):
-
-        def needs_gold(completions: list[str], gold: list[str]) -> list[float]:
-            return [0.0] * len(completions)
-
         grpo(model_folder, reward_funcs=needs_gold)
     online = config_class("online_grpo")(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match="'online_grpo' scores its own completions: reward_funcs is needed"):
