@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from harness import ONLINE, build, lora, logged, policy, rows, weights  # noqa: E402
+from harness import ONLINE, build, logged, lora, policy, rows, weights
 
 
 def train(name: str, world: int, sampled: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
