@@ -101,13 +101,13 @@ def make_reference(policy: nn.Module, ref_model: nn.Module | None = None) -> Ref
 
     Returns:
         The given model; else, for a fresh adapter, the policy without it; for a trained adapter, a frozen copy of it;
-        for a full model, a copy of its weights in memory.
+        for a full model, or an adapter that trains biases of the base model, a copy of all weights in memory.
     """
     if ref_model is not None:
         if ref_model is policy:
             raise ValueError("ref_model is the policy itself: it would change with every update; leave it unset")
         return FrozenModel(ref_model)
-    if not isinstance(policy, PeftModel):
+    if not isinstance(policy, PeftModel) or _trains_base_bias(policy):
         return FrozenModel.snapshot(policy)
     return AdapterOff(policy) if _is_identity(policy) else FrozenAdapter(policy)
 
@@ -115,7 +115,7 @@ def make_reference(policy: nn.Module, ref_model: nn.Module | None = None) -> Ref
 def _is_identity(model: PeftModel) -> bool:
     """Whether the active adapter changes nothing: plain LoRA whose B matrices are all zero."""
     config = model.peft_config[model.active_adapter]
-    if getattr(config, "modules_to_save", None) or getattr(config, "bias", "none") != "none":
+    if getattr(config, "modules_to_save", None):
         return False
     found = False
     for module in model.modules():
@@ -128,6 +128,11 @@ def _is_identity(model: PeftModel) -> bool:
             if getattr(config, "use_dora", False):
                 return False
     return found
+
+
+def _trains_base_bias(model: PeftModel) -> bool:
+    """Whether training moves biases that belong to the base model: no adapter switch brings the old ones back."""
+    return getattr(model.peft_config[model.active_adapter], "bias", "none") != "none"
 
 
 def _requires_grad(model: nn.Module) -> dict[str, bool]:

@@ -186,7 +186,7 @@ def test_adapter_loaded_for_inference_is_refused(tmp_path: Path) -> None:
 
 
 def test_logged_divergence_is_the_one_that_is_used() -> None:
-    """Pitfall B-46: the logged KL is the k3 mean over trained tokens, never negative; beta times it is the loss."""
+    """Pitfall B-46: the logged KL is the k3 mean over trained tokens, never negative; beta times it is in the loss."""
     trainer = build("online_grpo", trainer=needs("online_grpo", "llama"), engine=ReplayEngine(), beta=0.3)
     calls = record(trainer)
     trainer.train()
