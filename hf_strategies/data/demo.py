@@ -19,6 +19,7 @@ from hf_strategies.data.reasoning import (
     AccuracyReward,
     create_task,
     format_reward,
+    generator_seed,
     problem_row,
 )
 
@@ -98,16 +99,14 @@ def _problems(numbers: Sequence[int], count: int, seed: int) -> list[dict[str, A
     if count > len(allowed) ** 2:
         raise ValueError(f"{count} problems asked for, {len(allowed)} numbers make only {len(allowed) ** 2}")
     found: dict[str, dict[str, Any]] = {}
-    generator_seed = seed
+    first = generator_seed(seed)
     while len(found) < count:
         # The generator draws from all two-digit numbers; those with a number of the other side are passed over.
-        for entry in create_task(
-            TASK, size=4000, seed=generator_seed, min_terms=2, max_terms=2, min_digits=2, max_digits=2
-        ):
+        for entry in create_task(TASK, size=4000, seed=first, min_terms=2, max_terms=2, min_digits=2, max_digits=2):
             left, operator, right = _expression(entry).split()
             if operator == "+" and int(left) in allowed and int(right) in allowed:
                 found.setdefault(_expression(entry), entry)
-        generator_seed += 1_000_003
+        first += 4000
     return list(found.values())[:count]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import random
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -45,6 +46,11 @@ def create_task(task: str, **config: Any) -> Any:
         raise ValueError(f"reasoning_gym task {task!r} refuses {config}: {error}") from error
 
 
+def generator_seed(seed: int) -> int:
+    """A seed far from those of neighbouring runs: reasoning-gym seeds problem i with seed + i."""
+    return random.Random(seed).randrange(2**31)
+
+
 def load_reasoning_gym(spec: str, size: int, seed: int, **config: Any) -> Dataset:
     """Problems of a reasoning-gym task as prompts.
 
@@ -58,7 +64,7 @@ def load_reasoning_gym(spec: str, size: int, seed: int, **config: Any) -> Datase
         Columns ``prompt`` (chat messages), ``answer`` (text), ``task`` and ``entry`` (JSON, what the scorer reads).
     """
     task = spec.removeprefix(PREFIX)
-    problems = create_task(task, size=size, seed=seed, **config)
+    problems = create_task(task, size=size, seed=generator_seed(seed), **config)
     return Dataset.from_list([problem_row(task, entry) for entry in problems])
 
 

@@ -75,10 +75,6 @@ def test_held_out_is_fixed_and_training_follows_the_seed(task: Task) -> None:
     assert list(map(question, other.train)) != list(map(question, task.train))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="reasoning-gym seeds problem i with seed + i, so the training sets of neighbouring seeds are the same",
-)
 def test_neighbouring_seeds_have_their_own_training_problems(task: Task) -> None:
     mine, other = (set(map(question, rows)) for rows in (task.train, demo_task(seed=1).train))
     assert len(mine & other) < 0.9 * len(mine)
