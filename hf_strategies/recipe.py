@@ -216,7 +216,7 @@ def _side_by_side(before: HeldOut, after: HeldOut, examples: int) -> Any:
     return completions_table(rows, "Held-out completions before and after training")
 
 
-def save_and_say(trainer: StrategyTrainer, result: dict[str, Any]) -> None:
+def save_and_say(trainer: StrategyTrainer, task: Task, result: dict[str, Any]) -> None:
     """Save the model, push it if asked to, and say what can be done with it.
 
     The last line printed is ``result`` as JSON, for programs.
@@ -227,6 +227,8 @@ def save_and_say(trainer: StrategyTrainer, result: dict[str, Any]) -> None:
     if not trainer.is_world_process_zero():
         return
     folder = trainer.args.output_dir
+    if task.context:
+        (Path(folder) / "conversation.json").write_text(json.dumps(task.context, indent=1))
     adapter = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
     loader = "PeftModel.from_pretrained(base_model, ...)" if adapter else "AutoModelForCausalLM.from_pretrained(...)"
     print(f"Saved in {folder}: load it with {loader}, or talk to it:")

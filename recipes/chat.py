@@ -7,6 +7,7 @@ python recipes/chat.py --model runs/grpo --prompt "45 + 41"
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -19,14 +20,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Folder or Hub id of a model or adapter.")
     parser.add_argument("--prompt", help="Answer this and exit.")
-    parser.add_argument("--system", default="You are a calculator.", help="System message; empty: none.")
+    parser.add_argument("--system", help="System message; unset: the opening the model was trained with, if saved.")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     options = parser.parse_args()
     is_adapter = (Path(options.model) / "adapter_config.json").exists()
     loader = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
     model = loader.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    history = [{"role": "system", "content": options.system}] if options.system else []
+    opening = Path(options.model) / "conversation.json"
+    if options.system:
+        history = [{"role": "system", "content": options.system}]
+    else:
+        history = json.loads(opening.read_text()) if opening.exists() else []
 
     def answer(text: str) -> str:
         history.append({"role": "user", "content": text})

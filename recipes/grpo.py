@@ -39,7 +39,7 @@ def main() -> None:
     )
     with held_out_report(trainer, task) as result:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    save_and_say(trainer, result)
+    save_and_say(trainer, task, result)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,24 +40,26 @@ class Task:
         train: prompts with reward columns.
         heldout: the same for evaluation, or None.
         rewards: reward functions.
-        reward_weights: one per reward, or None.
+        context: messages that open every prompt; whoever talks to the trained model opens with them too.
     """
 
     name: str
     train: Dataset
     heldout: Dataset | None
     rewards: list[Any]
-    reward_weights: list[float] | None = None
+    context: list[dict[str, str]] = field(default_factory=list)
+
+
+CONTEXT = [
+    {"role": "system", "content": "You are a calculator."},
+    {"role": "user", "content": "12 + 7"},
+    {"role": "assistant", "content": "12 + 7 = 19\nAnswer: 19"},
+]
 
 
 def messages(question: str) -> list[dict[str, str]]:
     """The conversation of a problem: one solved example, then the question."""
-    return [
-        {"role": "system", "content": "You are a calculator."},
-        {"role": "user", "content": "12 + 7"},
-        {"role": "assistant", "content": "12 + 7 = 19\nAnswer: 19"},
-        {"role": "user", "content": question},
-    ]
+    return [*CONTEXT, {"role": "user", "content": question}]
 
 
 def divided_numbers() -> tuple[list[int], list[int]]:
@@ -86,6 +88,7 @@ def demo_task(seed: int, train_problems: int = TRAIN_PROBLEMS, held_out_problems
         Dataset.from_list([problem_row(TASK, entry, messages(_expression(entry))) for entry in train]),
         Dataset.from_list([problem_row(TASK, entry, messages(_expression(entry))) for entry in heldout]),
         [AccuracyReward(), format_reward],
+        CONTEXT,
     )
 
 
