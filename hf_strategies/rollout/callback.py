@@ -267,6 +267,8 @@ class RolloutCallback(TrainerCallback):
         """Write version, position and unused rollouts of this process into a checkpoint folder."""
         numbers, tensors = self.buffer.state()
         content = {"policy_version": self.version.current, "buffer": numbers}
+        # The process that writes the model may be slower, or write on another node's disk.
+        Path(folder).mkdir(parents=True, exist_ok=True)
         stem = Path(folder) / f"rollouts-{self.process_index}"
         save_file(tensors, stem.with_suffix(".safetensors"))
         stem.with_suffix(".json").write_text(json.dumps(content))
