@@ -86,6 +86,8 @@ class Batch:
         loss_mask: [N, C] bool, True = this token trains; never True where ``completion_mask`` is False.
         group: [N] long, equal numbers belong to the same prompt; rows of a group are neighbours.
         rewards: [N] float64 or None; NaN = not scorable.
+        reward_std: [N] float64 or None; std of the rewards of all rows of the rollout or step, over all processes, the
+            same number in every row.
         truncated: [N] bool, True = the completion hit the length limit.
         policy_version: [N] long, applied optimizer steps of the policy that sampled the row.
         sampling_logprobs, old_logprobs, ref_logprobs, values, advantages, returns: [N, C] float or None, in nats
@@ -99,6 +101,7 @@ class Batch:
     loss_mask: Tensor
     group: Tensor
     rewards: Tensor | None = None
+    reward_std: Tensor | None = None
     truncated: Tensor | None = None
     policy_version: Tensor | None = None
     sampling_logprobs: Tensor | None = None
@@ -136,8 +139,13 @@ class Batch:
 
     @property
     def num_tokens(self) -> Tensor:
-        """Scalar long, real tokens of prompts and completions."""
-        return self.prompt_mask.sum() + self.completion_mask.sum()
+        """Scalar long, real tokens of prompts and completions; blank rows (see `blank`) do not count."""
+        return (self.attention_mask & self.in_group.unsqueeze(-1)).sum()
+
+    @property
+    def in_group(self) -> Tensor:
+        """[N] bool, False for blank rows."""
+        return self.group >= 0
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are set, by field name."""

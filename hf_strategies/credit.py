@@ -18,6 +18,7 @@ def group_advantages(
     *,
     unbiased: bool = True,
     eps: float = 1e-4,
+    batch_std: Tensor | None = None,
 ) -> Tensor:
     """Advantage of each row over the mean of its group.
 
@@ -31,6 +32,7 @@ def group_advantages(
         scale: ``group`` std of the group, ``batch`` std over all scorable rows, ``none`` no division.
         unbiased: divide the squared deviations by n - 1 (TRL, DeepSeek) instead of n.
         eps: added to the std.
+        batch_std: std for ``batch``, scalar or [N], where there are more rows than these; theirs when left out.
 
     Returns:
         [N] float64.
@@ -59,6 +61,8 @@ def group_advantages(
     if scale == "group":
         squares = per_group(deviation.square())
         std = (squares / (count - int(unbiased)).clamp(min=1)).sqrt()[index]
+    elif batch_std is not None:
+        std = batch_std
     else:
         total = scorable.sum().clamp(min=1)
         batch_mean = safe.sum() / total

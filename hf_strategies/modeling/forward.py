@@ -114,7 +114,8 @@ class Forward:
             result.policy.values = outputs["critic_values"][:, scoring]
         if router and self.is_moe:
             result.aux_loss = outputs["aux_loss"]
-            result.router_load = RouterLoad.of(outputs["router_logits"], batch.attention_mask, self.config)
+            real = batch.attention_mask & batch.in_group.unsqueeze(-1)
+            result.router_load = RouterLoad.of(outputs["router_logits"], real, self.config)
         return result
 
     def _policy_output(self, logits: Tensor, token_ids: Tensor, *, entropy: bool, vocab_mean: bool) -> PolicyOutput:

@@ -57,7 +57,9 @@ class RolloutCallback(TrainerCallback):
         steps_per_generation: micro-batches one rollout is cut into (``options.steps_per_generation`` resolved).
         max_policy_lag: most optimizer steps between sampling and use.
         seed: of the sampling noise.
-        process_index: of this process; sampling noise does not depend on it, only the prompts' global positions do.
+        process_index: of this process, under which it writes its state.
+        positions: place of each of this process's prompts among those of all processes in a rollout, the source of
+            their noise; block after block in the order of the processes when left out.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class RolloutCallback(TrainerCallback):
         max_policy_lag: int,
         seed: int = 0,
         process_index: int = 0,
+        positions: Sequence[int] | None = None,
     ) -> None:
         self.engine = engine
         self.rewards = rewards
@@ -79,6 +82,7 @@ class RolloutCallback(TrainerCallback):
         self.max_policy_lag = max_policy_lag
         self.seed = seed
         self.process_index = process_index
+        self.positions = positions
         self.buffer = RolloutBuffer(steps_per_generation, options.num_iterations)
         self.version = PolicyVersion()
         self.last_table: list[dict[str, Any]] = []
@@ -130,9 +134,10 @@ class RolloutCallback(TrainerCallback):
         self.version.check_rollout_may_start()
         generation = self.buffer.generation
         first = self.process_index * len(examples)
+        positions = range(first, first + len(examples)) if self.positions is None else self.positions
         keys = [
-            [(self.seed, TRAIN_DOMAIN, generation, 0, first + i, j) for j in range(self.options.num_generations)]
-            for i in range(len(examples))
+            [(self.seed, TRAIN_DOMAIN, generation, 0, position, j) for j in range(self.options.num_generations)]
+            for position in positions
         ]
         rollout = self._sample_and_score(examples, self.options.num_generations, keys, False, state)
         if generation == 0 and rollout.scores.total.isnan().all():

@@ -50,6 +50,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def needs_reward_std(self) -> bool:
+        """Whether ``reward_std`` must be filled in before `assign_credit`."""
+        return False
+
+    @property
     def needs_vocab_mean(self) -> bool:
         """Whether `loss` reads ``policy.vocab_mean_logprobs``."""
         return False

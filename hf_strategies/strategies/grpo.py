@@ -70,9 +70,15 @@ class GRPO(Strategy):
     def needs_reference(self) -> bool:  # noqa: D102 - see Strategy
         return self.options.beta > 0
 
+    @property
+    def needs_reward_std(self) -> bool:  # noqa: D102 - see Strategy
+        return self.options.scale_rewards == "batch"
+
     def assign_credit(self, batch: Batch) -> tuple[Batch, Metrics]:  # noqa: D102 - see Strategy
         assert batch.rewards is not None
-        advantages = credit.group_advantages(batch.rewards, batch.group, self.options.scale_rewards)
+        advantages = credit.group_advantages(
+            batch.rewards, batch.group, self.options.scale_rewards, batch_std=batch.reward_std
+        )
         scorable = ~batch.rewards.isnan()
         batch = batch.replace(
             advantages=advantages.float().unsqueeze(-1).expand(batch.loss_mask.shape).contiguous(),

@@ -67,6 +67,13 @@ class OnlineArguments(RolloutOptions, StrategyArguments):
         return self.per_device_train_batch_size * self.resolved_steps_per_generation // self.num_generations
 
     @property
+    def prompts_per_block(self) -> int:
+        """Prompts per process that one optimizer step takes from a rollout; all where that is no whole number."""
+        rows = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        whole = rows % self.num_generations == 0 and rows // self.num_generations < self.prompts_per_rollout
+        return rows // self.num_generations if whole else self.prompts_per_rollout
+
+    @property
     def resolved_max_policy_lag(self) -> int:
         """Optimizer steps that lie between a rollout's sampling and its last use, unless set by hand."""
         if self.max_policy_lag is not None:

@@ -52,7 +52,7 @@ from hf_strategies.trainers.checkpoints import CheckpointMixin
 from hf_strategies.trainers.datasets import check_one_rollout, prepare_data
 from hf_strategies.trainers.preparation import Preparation
 from hf_strategies.trainers.reward_functions import resolve_rewards
-from hf_strategies.trainers.sampler import RolloutSampler
+from hf_strategies.trainers.sampler import RolloutSampler, prompt_positions
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,12 @@ class StrategyTrainer(CheckpointMixin):
                 max_policy_lag=rollout_args.resolved_max_policy_lag,
                 seed=args.seed,
                 process_index=args.process_index,
+                positions=prompt_positions(
+                    rollout_args.prompts_per_rollout,
+                    args.process_index,
+                    args.world_size,
+                    rollout_args.prompts_per_block,
+                ),
             )
 
         policy = load_policy(model, init_kwargs, peft_config)
@@ -214,6 +220,7 @@ class StrategyTrainer(CheckpointMixin):
             self.args.world_size,
             self.rollouts.buffer.window,
             seed,
+            self.args.prompts_per_block,
         )
         return self._train_sampler
 
@@ -239,7 +246,7 @@ class StrategyTrainer(CheckpointMixin):
         self._tokens_since_log += int(tokens)
         totals = self.accelerator.gather(torch.stack([items, tokens.to(items.dtype)]).unsqueeze(0)).sum(dim=0)
         self.num_tokens += int(totals[1])
-        inputs = [{"batch": batch, "token_share": batch.num_tokens / totals[1]} for batch in batches]
+        inputs = [{"batch": batch, "token_share": batch.num_tokens / totals[1].clamp(min=1)} for batch in batches]
         return inputs, totals[0].clamp(min=1)
 
     def _next_rollout_batch(self, examples: list[dict[str, Any]], device: torch.device) -> Batch:
@@ -247,10 +254,13 @@ class StrategyTrainer(CheckpointMixin):
         if self.rollouts.buffer.needs_rollout:
             rollout = self.rollouts.rollout(examples, self.state)
             pin_old = self.strategy.needs_old_logprobs or self.args.updates_within_rollout
-            (batch,), metrics = self.prepare(self.model_wrapped, [rollout.batch.to(device)], pin_old=pin_old)
+            parts, whole = self.args.resolved_steps_per_generation, rollout.batch.to(device)
+            # Groups that stay together are cut before rows are selected: which prompts a step trains on must not
+            # depend on how many of the others are left out, here or on another process.
+            cut = whole.split(parts, keep_groups=True) if self.strategy.keep_groups else [whole]
+            batches, metrics = self.prepare(self.model_wrapped, cut, pin_old=pin_old)
             self.metric_store["train"].add(rollout.metrics | metrics)
-            parts = self.args.resolved_steps_per_generation
-            self.rollouts.buffer.fill(batch.split(parts, keep_groups=self.strategy.keep_groups))
+            self.rollouts.buffer.fill(batches if self.strategy.keep_groups else batches[0].split(parts))
             self._call_on_rollout(rollout)
         return self.rollouts.next_batch()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
 
 from hf_strategies.batch import Batch
 from hf_strategies.modeling.forward import Forward
@@ -52,13 +54,23 @@ class Preparation:
             selected, stats = self.strategy.select(batch)
             metrics.add(stats)
             chosen.append(self._pin(model, selected, pin_old))
-        credited, stats = self.strategy.assign_credit(Batch.cat(chosen))
+        together = Batch.cat(chosen)
+        if self.strategy.needs_reward_std:
+            together = together.replace(reward_std=self._reward_std(together))
+        credited, stats = self.strategy.assign_credit(together)
         metrics.add(stats)
         prepared, start = [], 0
         for batch in chosen:
             prepared.append(credited.select(range(start, start + batch.num_rows)))
             start += batch.num_rows
         return prepared, metrics.collected()
+
+    def _reward_std(self, batch: Batch) -> Tensor:
+        """Standard deviation of all rewards, those of other processes included, for each row; 0 for a single one."""
+        assert batch.rewards is not None
+        rewards = batch.rewards[~batch.rewards.isnan()].tolist()
+        everywhere = torch.tensor(gather_object(rewards), dtype=torch.float64, device=batch.device)
+        return (everywhere.std() if len(everywhere) > 1 else everywhere.new_zeros(())).expand(batch.num_rows)
 
     def _pin(self, model: nn.Module, batch: Batch, pin_old: bool) -> Batch:
         """Compute what later passes over these rows must find unchanged, without gradient."""

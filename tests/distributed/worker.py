@@ -1,52 +1,174 @@
-"""Run by torchrun, or alone: trains a few strategies and writes their updates to a folder."""
+"""Run by torchrun, or alone: trains each scenario and writes what came out to a folder, one file per process.
+
+worker.py FOLDER WORLD SCENARIO...
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from harness import ONLINE, build, logged, lora, policy, rows, weights
+from harness import ONLINE, build, logged, lora, needs, policy, rows, weights
+
+# Rows of one optimizer step over all processes.
+ROWS = 8
 
 
-def train(name: str, world: int, sampled: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
-    model = policy("llama", False)
-    if name == "online_grpo":
-        model = lora(model)
-    start = weights(model)
-    rows_per_step = 8
-    options: dict[str, object] = {
-        "per_device_train_batch_size": rows_per_step // world // (1 if name in ONLINE else 2),
-        "gradient_accumulation_steps": 1 if name in ONLINE else 2,
+class Completions(TrainerCallback):
+    """Sampled ids of every training rollout."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[list[list[int]]] = []
+
+    def on_rollout(self, args: Any, state: Any, control: Any, rollout: Any = None, **kwargs: Any) -> None:
+        batch = rollout.batch
+        self.rollouts.append(
+            [batch.completion_ids[i][batch.completion_mask[i]].tolist() for i in range(batch.num_rows)]
+        )
+
+
+def mostly_tied(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Equal rewards for most prompts: the processes keep different numbers of pairs, sometimes none."""
+    return [float(len(row) == 8) for row in completion_ids]
+
+
+def scenario(name: str, world: int) -> dict[str, Any]:
+    """What ``build`` gets: two processes hold half of the rows each, one process all of them.
+
+    Args:
+        name: a strategy's name, and after a colon what is special.
+        world: number of processes.
+    """
+    strategy, _, special = name.partition(":")
+    online = strategy in ONLINE
+    options: dict[str, Any] = {
+        "name": strategy,
+        "per_device_train_batch_size": ROWS // world // (1 if online else 2),
+        "gradient_accumulation_steps": 1 if online else 2,
         "learning_rate": 0.1,
         "max_steps": 3,
+        "num_train_epochs": 3,
         "seed": 3,
+        "data": rows(strategy, 16 if online else 24),
+        "trainer": needs(strategy, "llama"),
     }
-    if name == "seq":
+    if strategy == "seq":
         options["max_length"] = 12
-    count = 6 if name in ONLINE else 24
-    trainer = build(name, model, rows(name, count), engine=None if sampled else "replay", **options)
+    if online:
+        options["num_generations"] = 2
+    if special == "sampled":
+        options |= {"engine": None, "temperature": 0.8}
+    elif special == "adapter_off":
+        options |= {"model": lora(policy("gpt2"), nonzero=False), "trainer": {}}
+    elif special == "adapter_copy":
+        options |= {"model": lora(policy("llama")), "trainer": {}}
+    elif special == "reuse":
+        # Old log-probs are pinned, and the last pass over a rollout is several steps old.
+        options |= {"engine": None, "num_iterations": 2, "steps_per_generation": 2, "learning_rate": 0.02}
+    elif special == "ties":
+        options |= {
+            "model": lora(policy("llama"), nonzero=False),
+            "trainer": {},
+            "steps_per_generation": 2,
+            "reward_funcs": mostly_tied,
+        }
+    elif special == "batch_scale":
+        options |= {"scale_rewards": "batch"}
+    elif special == "experts":
+        # The balance loss is that of a micro-batch: one process gets the same micro-batches, twice as many.
+        options |= {
+            "model": policy("mixtral"),
+            "router_aux_loss_coef": 0.5,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4 // world,
+            "trainer": needs(strategy, "mixtral"),
+        }
+    return options
+
+
+def unscaled(trainer: Any) -> None:
+    """A deliberate bug: the loss is not multiplied by the number of processes, over which the engine averages."""
+    right = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: right(*args, **kwargs) / trainer.accelerator.num_processes
+
+
+def counted_alone(trainer: Any) -> None:
+    """A deliberate bug: every process divides by twice its own count instead of the count of all."""
+    right = trainer.get_batch_samples
+
+    def get_batch_samples(*args: Any) -> Any:
+        inputs, _ = right(*args)
+        mine = sum(trainer.strategy.count_items(sample["batch"]) for sample in inputs)
+        return inputs, mine * trainer.accelerator.num_processes
+
+    trainer.get_batch_samples = get_batch_samples
+
+
+def train(name: str, world: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Train a scenario.
+
+    Returns:
+        The update of every trained weight, and what was logged.
+    """
+    options = scenario(name, world)
+    completions = Completions()
+    trainer = build(**options, callbacks=[completions])
+    if name.endswith(":unscaled"):
+        unscaled(trainer)
+    elif name.endswith(":counted_alone"):
+        counted_alone(trainer)
+    start = weights(trainer.model)
     trainer.train()
     assert trainer.args.world_size == world
-    wrapped = type(trainer.model_wrapped).__name__
-    assert (wrapped == "DistributedDataParallel") == (world == 2), wrapped
-    ended = weights(trainer.accelerator.unwrap_model(trainer.model))
-    return {k: ended[k] - v for k, v in start.items()}, logged(trainer, "loss")
+    assert trainer.state.global_step == 3
+    wrapper = type(trainer.model_wrapped).__name__
+    assert (wrapper == "DistributedDataParallel") == (world == 2), wrapper
+    ended = weights(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    facts = {"log": log, "completions": completions.rollouts, "wrapper": wrapper, "world": trainer.args.world_size}
+    return {key: ended[key] - value for key, value in start.items()}, facts
+
+
+def resume(name: str, world: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Six steps, and three + a checkpoint + three, on the same processes.
+
+    Returns:
+        Distance of the two runs' weights, and what was logged.
+    """
+    options = scenario(name.removesuffix(":resume") + ":reuse", world)
+    options |= {"max_steps": 6, "num_train_epochs": 6, "save_strategy": "steps", "save_steps": 3}
+    options |= {"optim": "adamw_torch", "output_dir": str(folder / f"{name.replace(':', '-')}-{world}")}
+    straight = build(**options)
+    straight.train()
+    resumed = build(**{**options, "output_dir": tempfile.mkdtemp()})
+    resumed.train(resume_from_checkpoint=str(Path(options["output_dir"]) / "checkpoint-3"))
+    assert resumed.state.global_step == straight.state.global_step == 6
+    expected, got = weights(straight.model), weights(resumed.model)
+    facts = {
+        "log": [logged(straight, "loss")[3:], logged(resumed, "loss")[3:]],
+        "rewards": [logged(straight, "reward")[-1:], logged(resumed, "reward")[-1:]],
+        "world": resumed.args.world_size,
+    }
+    return {key: (got[key] - value).abs() for key, value in expected.items()}, facts
 
 
 def main() -> None:
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
     for name in sys.argv[3:]:
-        strategy, _, how = name.partition(":")
-        update, losses = train(strategy, world, how == "sampled")
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            save_file(
-                {**update, "losses": torch.tensor(losses)}, folder / f"{name.replace(':', '-')}-{world}.safetensors"
-            )
+        update, facts = resume(name, world, folder) if name.endswith(":resume") else train(name, world)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        stem = f"{name.replace(':', '-')}-{world}-{rank}"
+        save_file(update, folder / f"{stem}.safetensors")
+        (folder / f"{stem}.json").write_text(json.dumps(facts))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
