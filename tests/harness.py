@@ -172,6 +172,15 @@ def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     )
 
 
+def total_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Relative error over all parameters together, for updates: the digits of small ones are lost in the weights."""
+    assert got.keys() == expected.keys()
+    error = sum(float((got[name] - value).square().sum()) for name, value in expected.items())
+    size = sum(float(value.square().sum()) for value in expected.values())
+    assert size > 0, "nothing to compare: all zero"
+    return (error / size) ** 0.5
+
+
 def lora(model: Any, nonzero: bool = True, seed: int = 5, adapter_name: str = "default", **options: Any) -> Any:
     """A LoRA adapter on every linear layer; with ``nonzero`` one that has been trained (its B matrices are not 0)."""
     torch.manual_seed(seed)

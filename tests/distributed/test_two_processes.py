@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import NAMES, difference
+from harness import NAMES, total_difference
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,6 +20,7 @@ REPLAYED = [
     *NAMES,
     "dpo:adapter_off",
     "dpo:adapter_copy",
+    "grpo:adapter_off",
     "online_grpo:adapter_off",
     "online_ppo:adapter_copy",
     "online_dpo:ties",
@@ -70,7 +71,7 @@ def test_two_processes_equal_one(folder: Path, name: str) -> None:
     assert (facts_of_one["world"], facts["world"], other_facts["world"]) == (1, 2, 2)
     assert facts["wrapper"] == other_facts["wrapper"] == "DistributedDataParallel"
     assert all(torch.equal(value, other[key]) for key, value in two.items())
-    assert difference(two, one) < TOLERANCE
+    assert total_difference(two, one) < TOLERANCE
     ours, theirs = ([entry["loss"] for entry in f["log"]] for f in (facts, facts_of_one))
     assert len(ours) == 3
     assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=1e-6)
@@ -82,12 +83,17 @@ def test_metrics_are_reduced_over_the_processes(folder: Path, name: str) -> None
     (_, facts_of_one), (_, facts) = (result(folder, name, world) for world in (1, 2))
     # Speeds differ; a standard deviation and an explained variance are those of a process's rows, and averaged.
     # The extremes are those of micro-batches, which two processes cut in half.
-    own = ("per_second", "/std", "reward_std", "explained_variance", "clip_ratio/low_min", "clip_ratio/high_max")
+    own = ("per_second", "/std", "explained_variance", "clip_ratio/low_min", "clip_ratio/high_max")
+    compared = set()
     for ours, theirs in zip(facts["log"], facts_of_one["log"], strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
-            if not key.endswith(own) or "frac_" in key:
+            # Which of two equal log-probabilities is larger is a matter of rounding.
+            tossed = key == "rewards/accuracies" and theirs["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+            if not key.endswith(own) and not tossed:
                 assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+                compared.add(key)
+    assert {"loss", "grad_norm", "num_tokens"} < compared
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -96,10 +102,14 @@ def test_two_processes_sample_what_one_samples(folder: Path, name: str) -> None:
     _, one = result(folder, name, 1)
     _, first = result(folder, name, 2, rank=0)
     _, second = result(folder, name, 2, rank=1)
-    joined = [mine + other for mine, other in zip(first["completions"], second["completions"], strict=True)]
+    # Of a rollout for several steps the processes take turns: four completions of each are the eight of one step.
+    joined = [
+        [ids for start in range(0, len(mine), 4) for ids in mine[start : start + 4] + other[start : start + 4]]
+        for mine, other in zip(first["completions"], second["completions"], strict=True)
+    ]
     assert joined == one["completions"]
     assert first["completions"] != second["completions"]
-    assert len({tuple(ids) for rollout in joined for ids in rollout}) > len(joined[0])
+    assert len({tuple(ids) for rollout in joined for ids in rollout}) > sum(map(len, joined)) / 2
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -108,7 +118,7 @@ def test_a_deliberate_bug_is_seen(folder: Path, name: str) -> None:
     one, _ = result(folder, name.partition(":")[0], 1)
     two, facts = result(folder, name, 2)
     assert facts["world"] == 2
-    assert difference(two, one) > (0.3 if name.endswith("unscaled") else 1e-3)
+    assert total_difference(two, one) > (0.3 if name.endswith("unscaled") else 1e-3)
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from harness import ONLINE, build, logged, lora, needs, policy, rows, weights
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+from harness import ONLINE, build, logged, lora, needs, policy, rows, weights  # noqa: E402
 
 # Rows of one optimizer step over all processes.
 ROWS = 8
@@ -38,7 +39,7 @@ class Completions(TrainerCallback):
 
 def mostly_tied(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """Equal rewards for most prompts: the processes keep different numbers of pairs, sometimes none."""
-    return [float(len(row) == 8) for row in completion_ids]
+    return [float(sum(row) % 4 == 0) for row in completion_ids]
 
 
 def scenario(name: str, world: int) -> dict[str, Any]:

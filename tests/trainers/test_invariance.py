@@ -32,6 +32,7 @@ from hf_strategies.batch import Batch
 from hf_strategies.data.formats import collate
 from hf_strategies.rollout.engine import RolloutGroup
 from hf_strategies.rollout.hf_engine import GenerateEngine
+from hf_strategies.trainers.sampler import RolloutSampler, prompt_positions
 
 TOLERANCE = 1e-5
 KINDS = ("llama", "gpt2", "mixtral")
@@ -206,6 +207,15 @@ def test_loss_types_do_not_depend_on_the_cut(name: str, loss_type: str) -> None:
     for trainer, captured in results[1:]:
         assert difference(captured.steps[0], results[0][1].steps[0]) < TOLERANCE
         assert logged(trainer, "loss") == pytest.approx(logged(results[0][0], "loss"), rel=TOLERANCE, abs=1e-7)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("name", ["grpo", "online_grpo"])
+def test_scales_of_rewards_do_not_depend_on_the_cut(name: str, scale: str) -> None:
+    """The statistics are those of the whole rollout or step, not of a micro-batch."""
+    whole = run(name, scale_rewards=scale)[1]
+    parts = run(name, scale_rewards=scale, per_device_train_batch_size=2, gradient_accumulation_steps=4)[1]
+    assert difference(parts.steps[0], whole.steps[0]) < TOLERANCE
 
 
 def test_loss_types_differ() -> None:
@@ -393,6 +403,32 @@ def test_reuse_of_rollouts(name: str, accumulation: int, steps: int, uses: int) 
             continue
         distance = float((logprobs - batch.old_logprobs)[batch.loss_mask].abs().max())
         assert distance > 1e-5 if stepped else distance < TOLERANCE
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_a_step_takes_the_same_prompts_on_any_number_of_processes(num_processes: int) -> None:
+    """Pitfall A-22: rollouts of 16 prompts for 4 steps; every prompt once per use, none twice, none left out."""
+    prompts, uses = 16 // num_processes, 3
+    sampler = RolloutSampler(30, prompts, num_processes, uses, seed=1, block=4 // num_processes)
+    order = list(RolloutSampler(30, 16, 1, uses, seed=1))
+    served = list(sampler)
+    assert len(served) == len(sampler) == len(order) == 2 * uses * 16
+    assert set(served) == set(range(30))
+    for start in range(0, len(served), 16):
+        mine = served[start : start + 16]
+        assert sorted(mine) == sorted(order[start : start + 16])
+        for step in range(4):
+            size = 4 // num_processes
+            of_step = {
+                mine[process * prompts + step * size + i] for process in range(num_processes) for i in range(size)
+            }
+            assert of_step == set(order[start + 4 * step : start + 4 * step + 4])
+    places = [
+        prompt_positions(prompts, process, num_processes, 4 // num_processes) for process in range(num_processes)
+    ]
+    assert sorted(place for of_process in places for place in of_process) == list(range(16))
+    for process, of_process in enumerate(places):
+        assert [order[place] for place in of_process] == served[process * prompts : (process + 1) * prompts]
 
 
 def test_every_sample_is_scored_once_per_rollout() -> None:

@@ -163,6 +163,29 @@ def test_padding_does_not_count(name: str) -> None:
     assert difference(more_gradients.steps[0], plain_gradients.steps[0]) < 1e-5
 
 
+def test_rows_that_only_fill_a_place_do_not_count() -> None:
+    """One pair in four micro-batches: the three blank ones add no balance loss, no load and no tokens."""
+    data = rows("online_dpo", 1)
+    whole, one = moe("online_dpo", data, per_device_train_batch_size=4)
+    cut, four = moe("online_dpo", data, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    for key in ("loss", "num_tokens", "aux_loss", "aux_loss_weighted", *MOE_METRICS):
+        assert logged(cut, key) == pytest.approx(logged(whole, key), rel=1e-5, abs=1e-7), key
+    assert difference(four.steps[0], one.steps[0]) < 1e-5
+
+
+def test_nothing_but_blank_rows() -> None:
+    """All pairs tied: no tokens at all, and no division by them."""
+
+    def tied(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [1.0] * len(completion_ids)
+
+    trainer, captured = moe("online_dpo", reward_funcs=tied)
+    assert logged(trainer, "loss") == [0.0]
+    assert logged(trainer, "num_tokens") == [0]
+    assert logged(trainer, "frac_pairs_tied") == [1.0]
+    assert all(torch.count_nonzero(value) == 0 for value in captured.steps[0].values())
+
+
 @pytest.mark.parametrize("cut", [(8, 1), (2, 4)])
 def test_diagnostics_by_hand(cut: tuple[int, int]) -> None:
     """Counted row by row without padding from the model's own router logits, then averaged over layers."""
