@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 # Name under which the critic hangs in the causal LM; no checkpoint of the policy may contain it.
 CRITIC_NAME = "critic"
@@ -84,7 +86,7 @@ def critic_of(model: Any) -> Critic | None:
     return next((module for module in model.modules() if isinstance(module, Critic)), None)
 
 
-def without_critic(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_critic(state_dict: dict[str, T]) -> dict[str, T]:
     """A state dict without the critic's entries."""
     marker = f"{CRITIC_NAME}.head."
     return {key: value for key, value in state_dict.items() if marker not in key}

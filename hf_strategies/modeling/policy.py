@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -14,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -110,6 +115,39 @@ def load_policy(model: str | nn.Module, init_kwargs: dict[str, Any], peft_config
         )
         raise ValueError(f"the model has no trainable parameter{hint}")
     return model
+
+
+def is_converted(model: PreTrainedModel, folder: str) -> bool:
+    """Whether a saved full model has another layout than the one in memory.
+
+    `save_pretrained` writes a model as it is published: experts that are one tensor in memory become one each.
+    """
+    index = Path(folder) / SAFE_WEIGHTS_INDEX_NAME
+    file = Path(folder) / SAFE_WEIGHTS_NAME
+    if index.exists():
+        saved = set(json.loads(index.read_text())["weight_map"])
+    elif file.exists():
+        with safe_open(file, framework="pt") as content:
+            saved = set(content.keys())
+    else:
+        return False
+    return not saved <= set(model.state_dict())
+
+
+def restore_weights(model: PreTrainedModel, folder: str) -> None:
+    """Put the weights of a saved full model into one in memory, converting them as `from_pretrained` does.
+
+    Raises:
+        ValueError: the folder lacks some of the weights.
+    """
+    # In float32 nothing is lost before each weight is cast to the precision it has in memory.
+    loader: Any = type(model)
+    saved, report = loader.from_pretrained(
+        folder, config=copy.deepcopy(model.config), dtype=torch.float32, output_loading_info=True
+    )
+    if report["missing_keys"]:
+        raise ValueError(f"{folder} lacks weights of the model: {sorted(report['missing_keys'])}")
+    model.load_state_dict(saved.state_dict(), strict=False)  # what else hangs in the model, a critic, stays
 
 
 def disable_dropout(model: nn.Module) -> None:

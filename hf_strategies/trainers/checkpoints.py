@@ -9,9 +9,10 @@ from typing import Any
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from hf_strategies.modeling.critic import critic_of, without_critic
+from hf_strategies.modeling.policy import is_converted, restore_weights
 from hf_strategies.rollout.callback import RolloutCallback
 
 STATE_FILE = "strategy_state.json"
@@ -59,9 +60,28 @@ class CheckpointMixin(Trainer):
             raise FileNotFoundError(
                 f"the checkpoint {resume_from_checkpoint} has no critic ({CRITIC_FILE} is missing)"
             )
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_policy(resume_from_checkpoint, model)
         if critic is not None:
             critic.load_state_dict(load_file(critic_file))
+
+    def _load_best_model(self) -> None:
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            super()._load_best_model()
+        else:
+            assert self.state.best_model_checkpoint is not None
+            self._load_policy(self.state.best_model_checkpoint)
+
+    def _load_policy(self, folder: str, model: nn.Module | None = None) -> None:
+        """Load what `_save` wrote; Trainer itself would put a converted model's weights nowhere, with a warning."""
+        if isinstance(self.model, PreTrainedModel) and not self.is_fsdp_enabled and is_converted(self.model, folder):
+            restore_weights(self.model, folder)
+        else:
+            super()._load_from_checkpoint(folder, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # The critic has a file of its own.
+        missing = list(without_critic(dict.fromkeys(load_result.missing_keys)))
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
