@@ -53,7 +53,8 @@ class GRPOOptions(Options):
             self.require_number("epsilon_high", 0.0)
         self.require_one_of("loss_type", f.AGGREGATIONS)
         # TRL writes the two ends of this switch as booleans.
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
         self.require_one_of("scale_rewards", credit.REWARD_SCALES)
         self.require_integer("max_completion_length", 1)
 
