@@ -2,8 +2,9 @@
 
 A reward is a function, an async function, a callable object or a sequence-classification model. It is called with
 keywords: ``prompts``, ``completions``, ``completion_ids``, every further dataset column (a list aligned with the
-completions), ``trainer_state``, ``log_extra(column, values)`` and ``log_metric(name, value)``; a function without
-``**kwargs`` gets only what it declares. It returns one number, or None for "does not apply", per completion.
+completions; one of these names is not handed on), ``trainer_state``, ``log_extra(column, values)`` and
+``log_metric(name, value)``; a function without ``**kwargs`` gets only what it declares. It returns one number, or None
+for "does not apply", per completion.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,6 +75,8 @@ class ModelReward:
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text], **kwargs: Any) -> list[float]:
         """Score prompt + completion texts; conversations go through the tokenizer's chat template."""
         texts = [self._text(p, c) for p, c in zip(prompts, completions, strict=True)]
+        # A chat template writes the special tokens itself.
+        special_tokens = not texts or isinstance(prompts[0], str)
         device = next(self.model.parameters()).device
         scores: list[float] = []
         for start in range(0, len(texts), self.batch_size):
@@ -81,6 +85,7 @@ class ModelReward:
                 return_tensors="pt",
                 padding=True,
                 padding_side="right",
+                add_special_tokens=special_tokens,
             )
             logits = self.model(**inputs.to(device)).logits
             scores += logits[:, 0].float().tolist()
@@ -158,25 +163,33 @@ class Rewards:
         scores = Scores(torch.full((n,), float("nan"), dtype=torch.float64), {})
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
+            if len(values) != n:
+                raise ValueError(f"log_extra({column!r}, ...): got {len(values)} values for {n} completions")
             scores.extra[column] = list(values)
 
         def log_metric(name: str, value: float) -> None:
-            scores.metrics.setdefault(name, []).append(float(value))
+            number = float(value)
+            if not math.isnan(number):  # as for rewards: nothing to say
+                scores.metrics.setdefault(name, []).append(number)
 
         inputs: dict[str, list[Any]] = {
+            **columns,
             "prompts": list(prompts),
             "completions": list(completions),
             "completion_ids": list(completion_ids),
-            **columns,
         }
         helpers = {
             "trainer_state": trainer_state,
             "log_extra": log_extra,
             "log_metric": log_metric,
         }
-        results = self._call_all(inputs, helpers, n)
-        for name, result in zip(self.names, results, strict=True):
-            scores.by_name[name] = _checked(name, result, n)
+        outcomes = _outcomes(self.functions, inputs | helpers)
+        for name, function, outcome in zip(self.names, self.functions, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                row = _failing_row(function, inputs, helpers, n)
+                where = f" on row {row} (completion {inputs['completions'][row]!r})" if row is not None else ""
+                raise RewardError(f"reward {name!r} raised {type(outcome).__name__}{where}: {outcome}") from outcome
+            scores.by_name[name] = _checked(name, outcome, n)
         stacked = torch.stack([scores.by_name[name] for name in self.names])
         weights = torch.tensor(self.weights, dtype=torch.float64).unsqueeze(1)
         applies = ~stacked.isnan()
@@ -184,63 +197,47 @@ class Rewards:
         scores.total = torch.where(applies.any(dim=0), total, torch.full_like(total, float("nan")))
         return scores
 
-    def _call_all(self, inputs: dict[str, list[Any]], helpers: dict[str, Any], n: int) -> list[Any]:
-        def call(function: RewardFunction, rows: dict[str, list[Any]]) -> Any:
-            return function(**_accepted(function, {**rows, **helpers}))
 
-        async def run_async(functions: list[RewardFunction]) -> list[Any]:
-            return await asyncio.gather(
-                *(call(function, inputs) for function in functions),
-                return_exceptions=True,
-            )
-
-        asynchronous = [function for function in self.functions if _is_async(function)]
-        finished = (
-            dict(
-                zip(
-                    map(id, asynchronous),
-                    asyncio.run(run_async(asynchronous)),
-                    strict=True,
-                )
-            )
-            if asynchronous
-            else {}
-        )
-        results = []
-        for name, function in zip(self.names, self.functions, strict=True):
-            if id(function) in finished:
-                result = finished[id(function)]
-                if isinstance(result, BaseException):
-                    raise RewardError(f"reward {name!r} raised {type(result).__name__}: {result}") from result
-            else:
-                try:
-                    result = call(function, inputs)
-                except Exception as error:
-                    row = self._failing_row(partial(call, function), inputs, n)
-                    where = f" on row {row} (completion {inputs['completions'][row]!r})" if row is not None else ""
-                    raise RewardError(f"reward {name!r} raised {type(error).__name__}{where}: {error}") from error
-            results.append(result)
-        return results
-
-    @staticmethod
-    def _failing_row(
-        call: Callable[[dict[str, list[Any]]], Any],
-        inputs: dict[str, list[Any]],
-        n: int,
-    ) -> int | None:
-        """First row on which the reward raises when it sees that row alone."""
-        for row in range(n):
-            try:
-                call({name: [values[row]] for name, values in inputs.items()})
-            except Exception:  # the same failure, now located
-                return row
-        return None
+def _outcomes(functions: Sequence[RewardFunction], available: dict[str, Any]) -> list[Any]:
+    """Result of each reward, or the exception it raised; asynchronous ones run at the same time."""
+    outcomes: list[Any] = []
+    for function in functions:
+        try:
+            outcomes.append(function(**_accepted(function, available)))
+        except Exception as error:  # raised again by the caller, with the reward's name
+            outcomes.append(error)
+    waiting = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
+    if waiting:
+        for i, result in zip(waiting, _run(_together([outcomes[i] for i in waiting])), strict=True):
+            outcomes[i] = result
+    return outcomes
 
 
-def _is_async(function: RewardFunction) -> bool:
-    while isinstance(function, partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+def _failing_row(
+    function: RewardFunction, inputs: dict[str, list[Any]], helpers: dict[str, Any], n: int
+) -> int | None:
+    """First row on which the reward raises when it sees that row alone."""
+    silent = {name: lambda *args, **kwargs: None for name in ("log_extra", "log_metric")}
+    for row in range(n):
+        alone = {name: [values[row]] for name, values in inputs.items()}
+        (outcome,) = _outcomes([function], alone | helpers | silent)
+        if isinstance(outcome, BaseException):
+            return row
+    return None
+
+
+async def _together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*awaitables, return_exceptions=True)
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Result of a coroutine; in a notebook a loop runs already in this thread, so it gets another one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def _accepted(function: RewardFunction, available: dict[str, Any]) -> dict[str, Any]:
@@ -251,9 +248,9 @@ def _accepted(function: RewardFunction, available: dict[str, Any]) -> dict[str, 
 
 
 def _checked(name: str, result: Any, n: int) -> Tensor:
-    if isinstance(result, Tensor):
+    if hasattr(result, "tolist"):  # tensors, arrays, series
         result = result.tolist()
-    if not isinstance(result, list | tuple) and not hasattr(result, "__len__"):
+    if not isinstance(result, list | tuple):
         raise RewardError(f"reward {name!r} returned {type(result).__name__}, expected a list of {n} numbers")
     if len(result) != n:
         raise RewardError(f"reward {name!r} returned {len(result)} values for {n} completions")
@@ -263,6 +260,8 @@ def _checked(name: str, result: Any, n: int) -> Tensor:
             values.append(float("nan"))
             continue
         try:
+            if isinstance(value, str):
+                raise TypeError("a text is no number")
             number = float(value)
         except (TypeError, ValueError):
             raise RewardError(f"reward {name!r} returned {value!r} for row {row}, expected a number or None") from None
