@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_strategies.batch import Batch
+from hf_strategies.stats import Mean, Metrics
+
 REWARD_SCALES = ("group", "batch", "none")
 
 
@@ -144,3 +147,25 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     if returns.numel() < 2 or returns.max() == returns.min():
         return torch.tensor(float("nan"), dtype=torch.float64, device=returns.device)
     return 1.0 - (returns - values).var(correction=0) / returns.var(correction=0)
+
+
+def reward_metrics(batch: Batch) -> Metrics:
+    """``reward`` (mean), ``reward_std`` (mean over groups of their std) and ``frac_reward_zero_std``.
+
+    Groups of one row have nothing to vary: where there are no others, the latter two are left out.
+    """
+    assert batch.rewards is not None
+    rewards, scorable = batch.rewards, ~batch.rewards.isnan()
+    stds, constant = [], []
+    for number in batch.group[batch.in_group].unique():
+        rows = batch.group == number
+        members = rewards[rows & scorable]
+        if int(rows.sum()) > 1 and members.numel():
+            stds.append(members.std() if members.numel() > 1 else members.new_zeros(()))
+            constant.append((members.max() == members.min()).to(rewards.dtype))
+    metrics: Metrics = {"reward": Mean.of(rewards, scorable)}
+    if stds:
+        count = torch.tensor(len(stds), device=rewards.device)
+        metrics["reward_std"] = Mean(torch.stack(stds).sum(), count)
+        metrics["frac_reward_zero_std"] = Mean(torch.stack(constant).sum(), count)
+    return metrics

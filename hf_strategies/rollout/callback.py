@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerCallback
 
+from hf_strategies import credit
 from hf_strategies.batch import Batch, Row
 from hf_strategies.rollout.buffer import RolloutBuffer
 from hf_strategies.rollout.engine import RolloutEngine, RolloutGroup
@@ -190,7 +191,7 @@ class RolloutCallback(TrainerCallback):
         seconds = time.perf_counter() - started
         scores, table = self._score(examples, groups, state)
         batch = self._collate(groups, scores)
-        metrics = _completion_metrics(groups) | self._reward_metrics(scores)
+        metrics = _completion_metrics(groups) | self._reward_metrics(scores) | credit.reward_metrics(batch)
         if not evaluation:
             # Tokens and seconds add up separately, so that a mean over rollouts weighs them rightly.
             tokens = torch.tensor(float(sum(len(c.ids) for group in groups for c in group.completions)))
@@ -225,13 +226,13 @@ class RolloutCallback(TrainerCallback):
                 first,
                 texts[first],
             )
-        extra = {name: values for name, values in scores.extra.items() if len(values) == len(texts)}
-        table = [
-            {"prompt": prompts[i], "completion": text, "reward": float(scores.total[i])}
-            | {name: float(values[i]) for name, values in scores.by_name.items()}
-            | {name: values[i] for name, values in (columns | extra).items()}
-            for i, text in enumerate(texts)
-        ]
+        table = []
+        for i, text in enumerate(texts):
+            made = {"prompt": prompts[i], "completion": text, "reward": float(scores.total[i])}
+            made |= {name: float(values[i]) for name, values in scores.by_name.items()}
+            # A dataset column of one of these names is another thing, such as the gold completion.
+            given = {name: values[i] for name, values in (columns | scores.extra).items() if name not in made}
+            table.append(made | given)
         return scores, table
 
     def _collate(self, groups: Sequence[RolloutGroup], scores: Scores) -> Batch:

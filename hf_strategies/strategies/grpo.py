@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from hf_strategies import credit
@@ -85,7 +84,7 @@ class GRPO(Strategy):
             advantages=advantages.float().unsqueeze(-1).expand(batch.loss_mask.shape).contiguous(),
             loss_mask=batch.loss_mask & scorable.unsqueeze(-1),
         )
-        return batch, reward_metrics(batch)
+        return batch, credit.reward_metrics(batch)
 
     def count_items(self, batch: Batch) -> Tensor:  # noqa: D102 - see Strategy
         return f.count_items(batch.loss_mask, self.options.loss_type, self.options.max_completion_length)
@@ -108,21 +107,3 @@ class GRPO(Strategy):
         if policy.entropy is not None:
             metrics["entropy"] = Mean.of(policy.entropy, mask)
         return loss, metrics
-
-
-def reward_metrics(batch: Batch) -> Metrics:
-    """``reward`` (mean), ``reward_std`` (mean over groups of their std) and ``frac_reward_zero_std``."""
-    assert batch.rewards is not None
-    rewards, scorable = batch.rewards, ~batch.rewards.isnan()
-    groups, stds, constant = batch.group.unique(), [], []
-    for number in groups[groups >= 0]:
-        members = rewards[(batch.group == number) & scorable]
-        if members.numel():
-            stds.append(members.std() if members.numel() > 1 else members.new_zeros(()))
-            constant.append((members.max() == members.min()).to(rewards.dtype))
-    metrics: Metrics = {"reward": Mean.of(rewards, scorable)}
-    if stds:
-        count = torch.tensor(len(stds), device=rewards.device)
-        metrics["reward_std"] = Mean(torch.stack(stds).sum(), count)
-        metrics["frac_reward_zero_std"] = Mean(torch.stack(constant).sum(), count)
-    return metrics

@@ -352,13 +352,13 @@ class StrategyTrainer(CheckpointMixin):
                     self.state,
                 )
                 self.last_eval_table += rollout.table
-                store.add(rollout.metrics)
                 n = self.args.num_generations_eval or self.args.num_generations
                 if n < self.strategy.min_group_size:
                     # Nothing to compare a lone completion with: rewards are reported, a loss is not defined.
-                    store.add({"reward": Mean.of(rollout.scores.total, ~rollout.scores.total.isnan())})
+                    store.add(rollout.metrics)
                     return None, None, None
                 (batch,), metrics = self.prepare(model, [rollout.batch.to(self.args.device)], pin_old=pin_old)
+                metrics = rollout.metrics | metrics
             store.add(metrics)
             items = self.strategy.count_items(batch)
             loss = self.compute_loss(model, {"batch": batch}, num_items_in_batch=items.clamp(min=1))

@@ -12,8 +12,8 @@ from pure import INF, NAN, batch_of, booleans, close, declared, number
 from torch import Tensor
 
 from hf_strategies import Batch, PolicyOutput, make_strategy
+from hf_strategies.credit import reward_metrics
 from hf_strategies.strategies import GRPO, GRPOOptions
-from hf_strategies.strategies.grpo import reward_metrics
 
 LN2 = math.log(2.0)
 
@@ -174,6 +174,7 @@ def test_reward_metrics() -> None:
         {"reward": 1.0, "reward_std": math.sqrt(2) / 2, "frac_reward_zero_std": 0.5}, abs=1e-15
     )
     assert metrics["reward"].count == 5  # type: ignore[union-attr]
+    assert all(m.total.is_floating_point() for m in metrics.values())  # type: ignore[union-attr]
     assert metrics["reward_std"].count == metrics["frac_reward_zero_std"].count == 2  # type: ignore[union-attr]
     # Nothing scorable: nothing but the reward's empty mean.
     nothing = reward_metrics(batch.replace(rewards=torch.full((7,), NAN)))
