@@ -23,14 +23,12 @@ MAX_LOG_RATIO = 20.0
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum where ``mask``; 0 (attached to the graph) where nothing is left."""
-    kept = torch.where(mask, values, torch.zeros_like(values))
-    return kept.sum() if dim is None else kept.sum(dim)
+    return torch.where(mask, values, torch.zeros_like(values)).sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean where ``mask``; 0 where nothing is left."""
-    count = mask.sum() if dim is None else mask.sum(dim)
-    return masked_sum(values, mask, dim) / count.clamp(min=1)
+    return masked_sum(values, mask, dim) / mask.sum(dim).clamp(min=1)
 
 
 def reduce_tokens(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
@@ -199,6 +197,9 @@ def count_items(mask: Tensor, how: str, max_completion_length: int) -> Tensor:
     Returns:
         Scalar float64: tokens (dapo), rows that train (grpo), rows * max_completion_length (dr_grpo), 1 for a
         micro-batch that trains anything (bnpo).
+
+    Raises:
+        ValueError: another ``how``.
     """
     rows = mask.any(dim=-1).sum()
     if how == "dapo":
@@ -230,7 +231,12 @@ def aggregate(token_loss: Tensor, mask: Tensor, num_items: Tensor, how: str) -> 
 
     Returns:
         Scalar, attached to the graph also when nothing trains.
+
+    Raises:
+        ValueError: another ``how``.
     """
+    if how not in AGGREGATIONS:
+        raise ValueError(f"aggregation {how!r}: allowed are {AGGREGATIONS}")
     if how == "grpo":
         total = masked_mean(token_loss, mask, dim=-1).sum()
     elif how == "bnpo":

@@ -103,6 +103,9 @@ def test_float32_rewards_are_reduced_in_float64() -> None:
     advantages = credit.group_advantages(rewards, groups(0, 0, 0), "none")
     assert advantages.dtype == torch.float64
     close(advantages, [-0.5, 0.0, 0.5])
+    # A float32 sum of 2^24 and three ones is still 2^24; the mean is 2^22 + 3/4.
+    advantages = credit.group_advantages(torch.tensor([2.0**24, 1.0, 1.0, 1.0]), groups(0, 0, 0, 0), "none")
+    close(advantages[1:], [0.25 - 2.0**22] * 3)
 
 
 @pytest.mark.parametrize("scale", credit.REWARD_SCALES)
@@ -168,6 +171,7 @@ def test_shaped_rewards_keep_the_precision_of_the_rewards() -> None:
     shaped = credit.shaped_rewards(f64([1 / 3]), torch.tensor([[0.5]]), booleans([[1]]), 1.0)
     assert shaped.dtype == torch.float64
     close(shaped, [[1 / 3 - 0.5]])
+    assert credit.shaped_rewards(torch.tensor([1.0]), f64([[0.5]]), booleans([[1]]), 1.0).dtype == torch.float32
 
 
 # ---- generalised advantages ----
@@ -220,6 +224,16 @@ def test_gae_leaves_its_inputs_alone_and_keeps_the_precision_of_the_rewards() ->
     close(returns, [[1 / 3, 1 / 3]])
     assert torch.equal(rewards, f64([[0.0, 1 / 3]]))
     assert torch.equal(values, torch.tensor([[0.5, 0.25]]))
+    advantages, returns = credit.generalized_advantages(rewards.float(), values.double(), booleans([[1, 1]]), 1.0, 1.0)
+    assert advantages.dtype == returns.dtype == torch.float32
+
+
+def test_gae_of_one_column() -> None:
+    advantages, returns = credit.generalized_advantages(
+        f64([[2.0], [2.0]]), f64([[0.5], [0.5]]), booleans([[1], [0]]), 1.0, 1.0
+    )
+    close(advantages, [[1.5], [0.0]])
+    close(returns, [[2.0], [0.0]])
 
 
 def test_explained_variance_by_hand() -> None:

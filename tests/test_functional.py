@@ -96,6 +96,7 @@ def test_entropy_by_hand() -> None:
     logits = f64([[0.0, LN3, -INF], [1.0, 1.0, 1.0], [5.0, -INF, -INF]])
     close(f.entropy_from_logits(logits), [2 * LN2 - 0.75 * LN3, LN3, 0.0])
     assert f.entropy_from_logits(logits).min() >= 0.0
+    assert torch.equal(f.entropy_from_logits(logits[None, :, None]), f.entropy_from_logits(logits)[None, :, None])
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5, 0.999])
@@ -315,6 +316,8 @@ def test_aggregation_names() -> None:
     message = "aggregation 'mean': allowed are ('dapo', 'grpo', 'dr_grpo', 'bnpo')"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         f.count_items(torch.ones(1, 1, dtype=torch.bool), "mean", 1)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        f.aggregate(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), torch.tensor(1.0), "mean")
 
 
 # ---- preferences ----

@@ -207,8 +207,10 @@ def test_result_is_attached_and_metrics_are_not(case: str, dtype: torch.dtype) -
     assert loss.requires_grad
     for metric in metrics.values():
         numbers = [metric.value] if isinstance(metric, Extreme) else [metric.total, metric.count]
+        assert numbers[0].is_floating_point()
         assert not any(n.requires_grad for n in numbers)
         assert all(n.shape == () for n in numbers)
+    assert strategy.count_items(batch).dtype == torch.float64
 
 
 # Losses that are one term; the others' shares are tested with the strategy.
