@@ -35,5 +35,9 @@ check: $(STAMP)  ## lint, format, types, import layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+mutate: $(STAMP)  ## mutation testing of the mathematics, about 6 minutes (tests/MUTATION.md)
+	@$(BIN)/mutmut run --max-children 1
+	@$(BIN)/mutmut results
+
 clean:  ## remove caches and run outputs
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache mutants runs
