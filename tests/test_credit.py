@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from conftest import f64
-from pure import GARBAGE, NAN, booleans, close
+from pure import GARBAGE, NAN, batch_of, booleans, close, number
 from torch import Tensor
 
 from hf_strategies import credit
@@ -255,3 +255,29 @@ def test_explained_variance_of_returns_that_do_not_vary(mask: list) -> None:
     explained = credit.explained_variance(f64([[1.0, 2.0, 3.0]]), f64([[2.0, 2.0, 9.0]]), booleans(mask))
     assert explained.isnan()
     assert explained.dtype == torch.float64
+
+
+# ---- what is logged of rewards ----
+
+
+def test_reward_metrics_by_hand() -> None:
+    """Pitfalls A-2, A-5: unscorable rows are in no mean, and groups without differences are counted."""
+    # Groups of 0, 2: std sqrt(2); of 1, 1, 1: 0; of 4 beside NaN: 0; of NaN only: no group. A lone row has nothing to
+    # vary, and a blank row (-1) is in no group.
+    rewards = f64([0.0, 2.0, 1.0, 1.0, 1.0, 4.0, NAN, NAN, NAN, 7.0, NAN])
+    batch = batch_of(booleans([[1]] * 11), [0, 0, 4, 4, 4, 3, 3, 2, 2, 9, -1], rewards=rewards)
+    metrics = credit.reward_metrics(batch)
+    assert {name: number(m) for name, m in metrics.items()} == pytest.approx(
+        {"reward": 16 / 7, "reward_std": math.sqrt(2) / 3, "frac_reward_zero_std": 2 / 3}, abs=1e-15
+    )
+    assert [int(m.count) for m in metrics.values()] == [7, 3, 3]  # type: ignore[union-attr]
+    assert all(m.total.is_floating_point() for m in metrics.values())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rewards", [[NAN, NAN, NAN], [1.0, NAN, 2.0]])
+def test_reward_metrics_without_groups_to_compare(rewards: list[float]) -> None:
+    """Nothing scorable, or lone rows only: no std, and a mean over what is there."""
+    group = [0, 0, 1] if math.isnan(rewards[0]) else [0, 1, 2]
+    metrics = credit.reward_metrics(batch_of(booleans([[1]] * 3), group, rewards=f64(rewards)))
+    assert list(metrics) == ["reward"]
+    assert metrics["reward"].count == sum(not math.isnan(r) for r in rewards)  # type: ignore[union-attr]

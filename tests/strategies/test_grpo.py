@@ -12,7 +12,6 @@ from pure import INF, NAN, batch_of, booleans, close, declared, number
 from torch import Tensor
 
 from hf_strategies import Batch, PolicyOutput, make_strategy
-from hf_strategies.credit import reward_metrics
 from hf_strategies.strategies import GRPO, GRPOOptions
 
 LN2 = math.log(2.0)
@@ -164,22 +163,6 @@ def test_groups_without_signal() -> None:
     for beta, moved in ((0.0, False), (0.5, True)):
         loss, _ = make_strategy("grpo", beta=beta).loss(PolicyOutput(logprobs), batch, torch.tensor(16.0))
         assert bool((torch.autograd.grad(loss, logprobs)[0] != 0).all()) == moved
-
-
-def test_reward_metrics() -> None:
-    # Groups of 0, 2: std sqrt(2); of 1, 1, 1: 0; of NaN only: not a group; blank rows (-1) neither.
-    batch = batch_of(booleans([[1]] * 7), [0, 0, 4, 4, 4, 2, -1], rewards=f64([0.0, 2.0, 1.0, 1.0, 1.0, NAN, NAN]))
-    metrics = reward_metrics(batch)
-    assert {name: number(m) for name, m in metrics.items()} == pytest.approx(
-        {"reward": 1.0, "reward_std": math.sqrt(2) / 2, "frac_reward_zero_std": 0.5}, abs=1e-15
-    )
-    assert metrics["reward"].count == 5  # type: ignore[union-attr]
-    assert all(m.total.is_floating_point() for m in metrics.values())  # type: ignore[union-attr]
-    assert metrics["reward_std"].count == metrics["frac_reward_zero_std"].count == 2  # type: ignore[union-attr]
-    # Nothing scorable: nothing but the reward's empty mean.
-    nothing = reward_metrics(batch.replace(rewards=torch.full((7,), NAN)))
-    assert list(nothing) == ["reward"]
-    assert nothing["reward"].count == 0  # type: ignore[union-attr]
 
 
 def test_what_it_declares() -> None:
