@@ -262,7 +262,7 @@ class StrategyTrainer(CheckpointMixin):
             self.metric_store["train"].add(rollout.metrics | metrics)
             self.rollouts.buffer.fill(batches if self.strategy.keep_groups else batches[0].split(parts))
             self._call_on_rollout(rollout)
-        return self.rollouts.next_batch()
+        return self.rollouts.next_batch().to(device)  # a checkpoint brings it back on the CPU
 
     def _call_on_rollout(self, rollout: Rollout) -> None:
         for callback in self.callback_handler.callbacks:
