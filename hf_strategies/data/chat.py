@@ -77,9 +77,13 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any
     """Token ids a completion is conditioned on; a conversation ends with the opening of the assistant's turn.
 
     Raises:
-        ValueError: an empty prompt, or a conversation without a chat template.
+        ValueError: an empty prompt, a conversation without a chat template, or one that is answered already.
     """
     if is_conversation(prompt):
+        if prompt[-1]["role"] == "assistant":  # type: ignore[index]
+            raise ValueError(
+                "the prompt ends with an assistant turn: leave it out, or give it in another column if it is an answer"
+            )
         ids = render(tokenizer, prompt, generation_prompt=True, **template_kwargs)  # type: ignore[arg-type]
     elif isinstance(prompt, str):
         ids = encode_text(tokenizer, prompt)

@@ -1,9 +1,10 @@
 """Dataset rows in TRL's shapes -> training rows in token ids.
 
-The columns decide, not the strategy:
+The columns decide; a strategy that learns from rewards reads the first two shapes, any other one the rest:
 
     prompt, chosen, rejected        a pair: two rows of one prompt, chosen first, rewards 1 and 0
     prompt, completions, rewards    a scored group (optionally old_logprobs, one list per completion)
+
     prompt, completion              the completion trains
     messages                        a conversation; all of it trains
     text                            a document; all of it trains
@@ -30,9 +31,11 @@ from hf_strategies.data.chat import (
 )
 from hf_strategies.data.packing import best_fit_decreasing, cut
 
-SHAPES = (
+SCORED_SHAPES: tuple[tuple[str, ...], ...] = (
     ("prompt", "chosen", "rejected"),
     ("prompt", "completions", "rewards"),
+)
+PLAIN_SHAPES: tuple[tuple[str, ...], ...] = (
     ("prompt", "completion"),
     ("messages",),
     ("text",),
@@ -55,26 +58,36 @@ class Encoded:
     longest: int = 0
 
 
-def shape_of(columns: list[str]) -> tuple[str, ...]:
+def shape_of(columns: list[str], scored: bool | None = None) -> tuple[str, ...]:
     """The first known shape whose columns are all there.
+
+    Args:
+        columns: columns that hold something.
+        scored: whether the rows must carry rewards (else they must not); None takes either.
 
     Raises:
         ValueError: none is; the message lists columns and shapes.
     """
-    for shape in SHAPES:
+    known = {None: SCORED_SHAPES + PLAIN_SHAPES, True: SCORED_SHAPES, False: PLAIN_SHAPES}[scored]
+    for shape in known:
         if set(shape) <= set(columns):
             return shape
-    shapes = "; ".join(", ".join(shape) for shape in SHAPES)
+    shapes = "; ".join(", ".join(shape) for shape in known)
     raise ValueError(f"the dataset has columns {sorted(columns)}; one of these sets is needed: {shapes}")
 
 
-def read_rows(example: dict[str, Any], tokenizer: Any) -> list[Row]:
+def read_rows(example: dict[str, Any], tokenizer: Any, scored: bool | None = None) -> list[Row]:
     """Token rows of one dataset row.
+
+    Args:
+        example: the dataset row.
+        tokenizer: the model's tokenizer.
+        scored: see `shape_of`.
 
     Raises:
         ValueError: the row's columns do not fit together (lengths of a scored group, a prompt that is no prefix, ...).
     """
-    shape = shape_of([name for name, value in example.items() if value is not None])
+    shape = shape_of([name for name, value in example.items() if value is not None], scored)
     if "chosen" in shape:
         prompt_ids = encode_prompt(tokenizer, example["prompt"])
         return [
@@ -174,6 +187,7 @@ def encode_dataset(
     *,
     min_rows: int = 1,
     packed: bool = False,
+    scored: bool | None = None,
 ) -> Encoded:
     """Encode every example; what cannot train is left out and counted.
 
@@ -184,19 +198,21 @@ def encode_dataset(
             With ``packed`` it is the length of a packed row and long documents are cut into pieces, losing nothing.
         min_rows: rows an example must have (2 for groups).
         packed: put several documents into each example (best-fit-decreasing).
+        scored: whether rows must carry rewards, see `shape_of`.
 
     Raises:
         ValueError: unknown columns, an example that contradicts itself (naming its number), or nothing left.
     """
-    shape_of(dataset.column_names)
+    shape_of(dataset.column_names, scored)
     dropped: Counter[str] = Counter()
     examples: list[list[Row]] = []
     for number, example in enumerate(dataset):
         try:
-            rows = read_rows(example, tokenizer)
+            rows = read_rows(example, tokenizer, scored)
         except (ValueError, KeyError) as error:
             raise ValueError(f"dataset row {number}: {error}") from error
         if packed:
+            dropped["empty"] += not rows
             for row in rows:
                 ids = [*row.prompt_ids, *row.completion_ids]
                 pieces = cut(ids, max_length) if max_length else [ids]

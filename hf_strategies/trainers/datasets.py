@@ -65,6 +65,7 @@ def prepare_data(
             args.max_length,
             min_rows=strategy.min_group_size,
             packed=packed,
+            scored=strategy.needs_rewards,
         )
         data.longest = max(data.longest, result.longest)
         if result.dropped.total():

@@ -10,8 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from hf_strategies.data.chat import encode_prompt, prompt_of
-from hf_strategies.data.formats import collate, encode_dataset, encode_prompts, read_rows
+from hf_strategies.data.formats import collate, encode_dataset, read_rows, shape_of, with_eos
 
 A, B, C, D = (VOCAB[c] for c in "abcd")
 USER, ASSISTANT = VOCAB["<user>"], VOCAB["<assistant>"]
@@ -40,6 +39,21 @@ def chat(user: str, *assistant: str) -> list[dict[str, str]]:
             {"prompt": "a", "completions": ["b", "c"], "rewards": [0.5, 2]},
             [([A], [B, EOS], 0.5), ([A], [C, EOS], 2.0)],
         ),
+        (
+            {"prompt": chat("a"), "completions": [chat("", "b")[1:], chat("", "cd")[1:]], "rewards": [1.0, -1.0]},
+            [([USER, A, EOS, ASSISTANT], [B, EOS], 1.0), ([USER, A, EOS, ASSISTANT], [C, D, EOS], -1.0)],
+        ),
+        # A text answers a conversation; a conversation of several turns is one prompt.
+        ({"prompt": chat("a"), "completion": "b"}, [([USER, A, EOS, ASSISTANT], [B, EOS], None)]),
+        (
+            {"prompt": [*chat("a", "b"), *chat("c")], "completion": chat("", "d")[1:]},
+            [([USER, A, EOS, ASSISTANT, B, EOS, USER, C, EOS, ASSISTANT], [D, EOS], None)],
+        ),
+        # The end is there exactly once where the text has it already.
+        ({"prompt": "a", "completion": "b<eos>"}, [([A], [B, EOS], None)]),
+        ({"prompt": "a", "completion": ""}, [([A], [EOS], None)]),
+        # Columns that say nothing in this row are not there.
+        ({"prompt": "a", "completion": "b", "chosen": None, "rejected": None}, [([A], [B, EOS], None)]),
     ],
 )
 def test_shapes(example: dict[str, Any], expected: list[tuple], pad_is_eos: bool) -> None:
@@ -48,6 +62,11 @@ def test_shapes(example: dict[str, Any], expected: list[tuple], pad_is_eos: bool
     assert [(list(r.prompt_ids), list(r.completion_ids), r.reward) for r in got] == expected
     batch = collate([{"rows": [vars(r) for r in got]}], PAD)["batch"]
     assert batch.loss_mask.sum(dim=1).tolist() == [len(completion) for _, completion, _ in expected]
+    assert batch.prompt_mask.sum(dim=1).tolist() == [len(prompt) for prompt, _, _ in expected]
+    trained = [batch.completion_ids[i][batch.loss_mask[i]].tolist() for i in range(batch.num_rows)]
+    assert trained == [completion for _, completion, _ in expected]
+    if expected[0][1][-1] == EOS and "messages" not in example:
+        assert [row.count(EOS) for row in trained] == [1] * len(trained)
 
 
 def test_no_token_spans_the_boundary() -> None:
@@ -107,17 +126,126 @@ def test_scored_groups_are_checked(changes: dict[str, Any], message: str) -> Non
         encode_dataset(Dataset.from_list([example]), make_tokenizer(), None)
 
 
-def test_no_gold_answer_in_the_prompt() -> None:
-    assert prompt_of({"messages": chat("a", "gold")}) == chat("a")
-    assert prompt_of({"instruction": "do", "input": "this", "output": "gold"}) == "do\n\nthis"
-    assert prompt_of({"instruction": "do", "input": "", "output": "gold"}) == "do"
-    with pytest.raises(KeyError, match=r"it has \['question'\]"):
-        prompt_of({"question": "x"})
-    encoded, longest = encode_prompts(
-        Dataset.from_list([{"messages": chat("ab", "c"), "answer": "c"}]), make_tokenizer()
+def test_which_columns_count() -> None:
+    """What learns from rewards never reads rows without them, and what does not never trains on a rejected answer."""
+    every = ["prompt", "completion", "chosen", "rejected", "text"]
+    assert shape_of(every) == shape_of(every, scored=True) == ("prompt", "chosen", "rejected")
+    assert shape_of(every, scored=False) == ("prompt", "completion")
+    assert shape_of(["rewards", "prompt", "completions", "text"], scored=True) == ("prompt", "completions", "rewards")
+    with pytest.raises(
+        ValueError, match=r"columns \['chosen', 'prompt', 'rejected'\]; .* needed: prompt, completion; "
+    ):
+        shape_of(["prompt", "chosen", "rejected"], scored=False)
+    with pytest.raises(ValueError, match=r"columns \['prompt', 'text'\]; .* needed: prompt, chosen, rejected; [^;]*$"):
+        shape_of(["prompt", "text"], scored=True)
+    pairs = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(ValueError, match="one of these sets is needed: prompt, completion"):
+        encode_dataset(pairs, make_tokenizer(), None, scored=False)
+    with pytest.raises(ValueError, match=r"dataset row 1: .*one of these sets is needed"):
+        encode_dataset(
+            Dataset.from_list([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}]),
+            make_tokenizer(),
+            None,
+        )
+
+
+def test_end_of_sequence_once() -> None:
+    """Pitfall D-63."""
+    tokenizer = make_tokenizer()
+    assert with_eos(tokenizer, [A]) == with_eos(tokenizer, [A, EOS]) == [A, EOS]
+    assert with_eos(tokenizer, [EOS, A]) == [EOS, A, EOS]
+    assert with_eos(tokenizer, []) == [EOS]
+    tokenizer.eos_token = None
+    assert with_eos(tokenizer, [A]) == [A]
+
+
+def test_what_a_template_adds_after_the_end_is_not_trained() -> None:
+    """ChatML ends every turn with the end token and a newline; the model is never asked for the newline."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("'<eos>'", "'<eos>\n'")
+    (row,) = read_rows({"prompt": chat("a"), "completion": chat("", "b")[1:]}, tokenizer)
+    newline = VOCAB["\n"]
+    assert row.prompt_ids == [USER, A, EOS, newline, ASSISTANT]
+    assert row.completion_ids == [B, EOS]
+
+
+def test_a_template_that_changes_the_prompt_once_it_is_answered() -> None:
+    """Pitfall D-67: templates that drop or rewrite earlier turns; the row is named."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if messages|length > 1 %}b{% endif %}" + tokenizer.chat_template
+    data = Dataset.from_list([{"prompt": chat("a"), "completion": chat("", "c")[1:]}])
+    with pytest.raises(
+        ValueError, match="dataset row 0: the chat template renders the prompt differently when an answ"
+    ):
+        encode_dataset(data, tokenizer, None)
+    # A thinking template that drops the reasoning of *earlier* turns keeps the prompt as it is.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
+        "{{ m['content'].split('=')[-1] if not loop.last else m['content'] }}{{ '<eos>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    assert encoded[0]["prompt_ids"] == [USER, A, B, EOS, ASSISTANT]
-    assert encoded[0]["answer"] == "c"
-    assert longest == 5
-    with pytest.raises(ValueError, match="has no tokens"):
-        encode_prompt(make_tokenizer(), "")
+    (row,) = read_rows({"prompt": chat("a", "b=c") + chat("d"), "completion": chat("", "a=b")[1:]}, tokenizer)
+    assert row.prompt_ids == [USER, A, EOS, ASSISTANT, C, EOS, USER, D, EOS, ASSISTANT]
+    assert row.completion_ids == [A, VOCAB["="], B, EOS]
+
+
+def test_conversations_need_a_template() -> None:
+    """Pitfall F-92."""
+    bare = make_tokenizer(chat=False)
+    for example in ({"messages": chat("a", "b")}, {"prompt": chat("a"), "completion": chat("", "b")[1:]}):
+        with pytest.raises(
+            ValueError, match="dataset row 0: the dataset holds conversations, but the tokenizer has no"
+        ):
+            encode_dataset(Dataset.from_list([example]), bare, None)
+
+
+def test_cut_completions() -> None:
+    """Pitfall C-55: the cut row says so, and its recorded log-probabilities are cut with it."""
+    example = {"prompt": "ab", "completions": ["abcd", "a"], "rewards": [1.0, 0.0]}
+    example["old_logprobs"] = [[-1.0, -2.0, -3.0, -4.0, -5.0], [-6.0, -7.0]]
+    encoded = encode_dataset(Dataset.from_list([example]), make_tokenizer(), 5, min_rows=2)
+    long, short = encoded.dataset[0]["rows"]
+    assert (long["completion_ids"], long["old_logprobs"], long["truncated"]) == ([A, B, C], [-1.0, -2.0, -3.0], True)
+    assert (short["completion_ids"], short["old_logprobs"], short["truncated"]) == ([A, EOS], [-6.0, -7.0], False)
+    assert (encoded.longest, dict(encoded.dropped)) == (5, {})
+
+
+def test_every_reason_is_counted() -> None:
+    """Pitfalls C-55, D-66: rows that train nothing."""
+    tokenizer = make_tokenizer()
+    documents = Dataset.from_list([{"input_ids": ids} for ids in ([], [A], [A, B], [A, B, C])])
+    encoded = encode_dataset(documents, tokenizer, None)
+    assert dict(encoded.dropped) == {"empty": 1, "empty_completion": 1}
+    assert len(encoded.dataset) == 2
+    packed = encode_dataset(documents, tokenizer, 2, packed=True)
+    assert dict(packed.dropped) == {"empty": 1, "one_token_piece": 2}  # [A], and the C of [A, B, C]
+    assert len(packed.dataset) == 2
+    tokenizer.eos_token = None
+    pairs = Dataset.from_list(
+        [
+            {"prompt": "a", "chosen": "", "rejected": "c"},
+            {"prompt": "a", "chosen": "b", "rejected": ""},
+            {"prompt": "aaaa", "chosen": "b", "rejected": "c"},
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+        ]
+    )
+    encoded = encode_dataset(pairs, tokenizer, 4, min_rows=2)
+    assert dict(encoded.dropped) == {"empty_completion": 2, "prompt_too_long": 1}
+    assert len(encoded.dataset) == 1
+
+
+def test_groups_keep_rows_that_cannot_be_scored() -> None:
+    """Pitfall A-4: None stays NaN through encoding and collation; groups of a batch are told apart."""
+    group = {"prompt": "a", "completions": ["b", "c", ""], "rewards": [0.5, None, 2.0]}
+    encoded = encode_dataset(Dataset.from_list([group, group]), make_tokenizer(), None, min_rows=2)
+    batch = collate(list(encoded.dataset), PAD)["batch"]
+    assert batch.rewards.isnan().tolist() == [False, True, False] * 2
+    assert batch.group.tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.pad_token_id == PAD
+
+
+def test_the_callers_rows_stay_as_they_are() -> None:
+    example = {"prompt": chat("a"), "completion": chat("", "b")[1:]}
+    given = {key: [dict(m) for m in value] for key, value in example.items()}
+    read_rows(example, make_tokenizer())
+    assert example == given
