@@ -35,7 +35,7 @@ check: $(STAMP)  ## lint, format, types, import layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-mutate: $(STAMP)  ## mutation testing of the mathematics, about 6 minutes (tests/MUTATION.md)
+mutate: $(STAMP)  ## mutation testing of what works on numbers alone, about 9 minutes (tests/MUTATION.md)
 	@$(BIN)/mutmut run --max-children 1
 	@$(BIN)/mutmut results
 

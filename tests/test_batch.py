@@ -91,7 +91,9 @@ def test_empty_completions_keep_one_column() -> None:
 
 
 def test_rewards_are_optional() -> None:
-    assert Batch.from_rows([Row([1], [1])]).rewards is None
+    batch = Batch.from_rows([Row([1], [1])])
+    assert batch.rewards is None
+    assert batch.pad_token_id == 0
 
 
 def test_bad_rows() -> None:
@@ -124,6 +126,7 @@ def test_select_reorders_and_trims() -> None:
     last = batch.select(torch.tensor([False, False, True]))
     assert last.prompt_ids.tolist() == [[3]]
     assert last.completion_ids.shape == (1, 1)
+    assert batch.select([0, 0]).completion_ids.tolist() == [[7], [7]]
     assert batch.select([]).num_rows == 0
     assert batch.select(range(1, 2)).completion_ids.tolist() == [[8, PAD, 9, 1]]
 
@@ -200,6 +203,8 @@ def test_cat_keeps_groups_apart() -> None:
     batches = [b.replace(truncated=None) for b in batches]
     # Groups 0 0 1 | -1 | 0 1 1 | 4 4 2: the smallest of each batch follows the largest before it.
     assert Batch.cat(batches).group.tolist() == [0, 0, 1, -1, 2, 3, 3, 6, 6, 4]
+    assert Batch.cat([rows_of(1), rows_of(1), rows_of(2)]).group.tolist() == [0, 1, 2, 2]
+    assert Batch.cat(iter([rows_of(2)])).group.tolist() == [0, 0]
 
 
 def test_cat_refuses_what_does_not_fit() -> None:

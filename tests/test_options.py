@@ -19,8 +19,7 @@ class Sizes(Options):
     """Three checks."""
 
     width: float = option(0.5, "In [0, 1].")
-    count: int = option(2, "At least 1.", kind="whole")
-    names: list = option(["a"], "Several.")
+    count: int = option(2, "At least 1.")
 
     def validate(self) -> None:
         super().validate()
@@ -122,18 +121,25 @@ def test_options_beside_another_dataclass() -> None:
 
 
 def test_fields_document_themselves() -> None:
-    by_name = {f.name: f for f in fields(Sizes)}
-    assert by_name["count"].metadata == {"help": "At least 1.", "kind": "whole"}
-    assert default_of(by_name["count"]) == 2
-    assert default_of(by_name["names"]) == ["a"]
+    @dataclass
+    class Local(Options):
+        count: int = option(2, "At least 1.", kind="whole")
+        names: list = option(["a"], "Several.")
+        table: dict = option({"b": 1}, "By name.")
 
-
-def test_lists_are_not_shared() -> None:
-    first = Sizes()
+    by_name = {f.name: f for f in fields(Local)}
+    assert {name: dict(f.metadata) for name, f in by_name.items()} == {
+        "count": {"help": "At least 1.", "kind": "whole"},
+        "names": {"help": "Several."},
+        "table": {"help": "By name."},
+    }
+    assert {name: default_of(f) for name, f in by_name.items()} == vars(Local())
+    assert vars(Local()) == {"count": 2, "names": ["a"], "table": {"b": 1}}
+    # Lists and dicts are nobody else's.
+    first = Local()
     first.names.append("b")
-    assert Sizes().names == ["a"]
-    names = next(f for f in fields(Sizes) if f.name == "names")
-    assert default_of(names) is not default_of(names)
+    first.table["c"] = 2
+    assert vars(Local()) == {"count": 2, "names": ["a"], "table": {"b": 1}}
 
 
 WHOLE = "a whole number >= "

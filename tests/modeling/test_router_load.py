@@ -41,6 +41,7 @@ def test_counts_and_diagnostics_by_hand() -> None:
     assert load.assignments.tolist() == [[2, 0, 0, 0], [0, 0, 1, 1]]
     torch.testing.assert_close(load.entropy, f64([3 * LN2, 0.0]), atol=1e-15, rtol=0)
     assert load.tokens == 2
+    assert load.tokens.dtype == load.entropy.dtype == load.assignments.dtype == torch.float64
     # ideal = 2 * 1 / 4 = 0.5: loads 4, 0, 0, 0 and 0, 0, 2, 2.
     assert load.values() == pytest.approx(
         {
@@ -51,6 +52,11 @@ def test_counts_and_diagnostics_by_hand() -> None:
         },
         abs=1e-15,
     )
+
+
+def test_every_layer_has_both() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        RouterLoad.from_probs(PROBS, CHOSEN[:1])
 
 
 def test_perfect_balance() -> None:

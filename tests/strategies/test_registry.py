@@ -60,6 +60,27 @@ def test_names_make_strategies_with_their_options(name: str) -> None:
     assert type(strategy.options) is type(strategy).Options
 
 
+DEFAULTS = {
+    "sft": {"label_smoothing": 0.0},
+    "dpo": {"beta": 0.1, "reduction": "sum"},
+    "grpo": {
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "epsilon_high": None,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "max_completion_length": 512,
+    },
+    "online_ppo": {"epsilon": 0.2, "vf_coef": 0.5, "kl_coef": 0.01, "gamma": 1.0, "gae_lambda": 0.95},
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_defaults(name: str) -> None:
+    same = {"seq": "sft", "online_dpo": "dpo", "online_grpo": "grpo"}
+    assert vars(make_strategy(name).options) == DEFAULTS[same.get(name, name)]
+
+
 def test_options_arrive() -> None:
     assert make_strategy("grpo", epsilon=0.1, beta=0.3).options == GRPO.Options(epsilon=0.1, beta=0.3)
 
