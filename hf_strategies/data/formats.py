@@ -226,6 +226,11 @@ def encode_dataset(
             examples.append(rows)
     if not examples:
         raise ValueError(f"no row of the dataset can train ({len(dataset)} rows, dropped: {dict(dropped) or 'none'})")
+    recorded = sum(any(row.old_logprobs is not None for row in rows) for rows in examples)
+    if recorded not in (0, len(examples)):
+        raise ValueError(
+            f"old_logprobs is given in {recorded} of {len(examples)} rows: give it in all of them or none"
+        )
     if packed and max_length:
         lengths = [1 + len(rows[0].completion_ids) for rows in examples]
         examples = [[examples[i][0] for i in chosen] for chosen in best_fit_decreasing(lengths, max_length)]

@@ -45,10 +45,16 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
 
 
 def read_config(model: str | nn.Module, init_kwargs: dict[str, Any]) -> Any:
-    """Configuration of a model id, path or loaded model; no weights are read."""
+    """Configuration of a model id, path or loaded model; no weights are read.
+
+    Raises:
+        TypeError: ``model`` is of another type.
+    """
     if isinstance(model, str):
         keys = ("trust_remote_code", "revision", "cache_dir", "token", "subfolder")
         return AutoConfig.from_pretrained(model, **{k: v for k, v in init_kwargs.items() if k in keys})
+    if not isinstance(model, PreTrainedModel | PeftModel):
+        raise TypeError(f"model: got {type(model).__name__}, allowed are an id or path, PreTrainedModel, PeftModel")
     return model.config
 
 
@@ -91,12 +97,9 @@ def load_policy(model: str | nn.Module, init_kwargs: dict[str, Any], peft_config
 
     Raises:
         ValueError: an adapter config together with a `PeftModel`, or nothing to train.
-        TypeError: ``model`` is of another type.
     """
     if isinstance(model, str):
         model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": torch.float32, **init_kwargs})
-    elif not isinstance(model, PreTrainedModel | PeftModel):
-        raise TypeError(f"model: got {type(model).__name__}, allowed are an id or path, PreTrainedModel, PeftModel")
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ValueError("peft_config is given together with a PeftModel: pass one of them")

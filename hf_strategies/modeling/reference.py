@@ -104,7 +104,9 @@ def make_reference(policy: nn.Module, ref_model: nn.Module | None = None) -> Ref
         for a full model, or an adapter that trains biases of the base model, a copy of all weights in memory.
     """
     if ref_model is not None:
-        if ref_model is policy:
+        # Not only the same object: an adapter is put into the very modules of the model it is made for.
+        trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
+        if any(id(parameter) in trained for parameter in ref_model.parameters()):
             raise ValueError("ref_model is the policy itself: it would change with every update; leave it unset")
         return FrozenModel(ref_model)
     if not isinstance(policy, PeftModel) or _trains_base_bias(policy):

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Noise keys of evaluation start with this number, those of training with 0: the two never share noise.
 TRAIN_DOMAIN, EVAL_DOMAIN = 0, 1
+# Rewards get `prompts` instead; all other columns travel to them under their own names.
+PROMPT_COLUMNS = ("prompt", "prompt_ids")
 
 
 @dataclass
@@ -212,7 +214,7 @@ class RolloutCallback(TrainerCallback):
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        names = [name for name in examples[0] if name not in ("prompt", "prompt_ids")] if examples else []
+        names = [name for name in examples[0] if name not in PROMPT_COLUMNS] if examples else []
         columns = {name: [example[name] for example, _ in repeated] for name in names}
         scores = self.rewards.score(prompts, completions, ids, columns, state)
         unscorable = int(scores.total.isnan().sum())

@@ -125,10 +125,15 @@ class OnlineArguments(RolloutOptions, StrategyArguments):
         rows = self.per_device_train_batch_size * steps
         if rows % self.num_generations:
             valid = [n for n in range(min_group_size, rows + 1) if rows % n == 0]
+            allowed = (
+                f"allowed num_generations are {', '.join(map(str, valid))}"
+                if valid
+                else "raise per_device_train_batch_size or steps_per_generation to a multiple of num_generations"
+            )
             raise ValueError(
                 f"num_generations={self.num_generations} does not divide the {rows} completions of a rollout "
                 f"(per_device_train_batch_size={self.per_device_train_batch_size} * steps_per_generation={steps}): "
-                f"allowed num_generations are {', '.join(map(str, valid))}"
+                f"{allowed}"
             )
 
 

@@ -56,6 +56,9 @@ from hf_strategies.trainers.sampler import RolloutSampler, prompt_positions
 
 logger = logging.getLogger(__name__)
 
+# What `transformers.Trainer` may be given besides; its other hooks would never be called here.
+TRAINER_ARGUMENTS = ("data_collator", "callbacks", "optimizers", "optimizer_cls_and_kwargs")
+
 
 class StrategyTrainer(CheckpointMixin):
     """`transformers.Trainer` for any registered strategy.
@@ -71,9 +74,10 @@ class StrategyTrainer(CheckpointMixin):
         reward_processing_classes: tokenizers of reward models, one per reward (None for functions).
         ref_model: explicit reference; by default the weights the run starts from.
         peft_config: adapter to train instead of the full model.
-        **kwargs: handed to `transformers.Trainer` (callbacks, optimizers, compute_metrics, ...).
+        **kwargs: handed to `transformers.Trainer`: callbacks, optimizers, data_collator, optimizer_cls_and_kwargs.
 
     Raises:
+        TypeError: an argument that does not exist, or that would have no effect.
         ValueError: unknown strategy; an online strategy without rewards or an offline one with them; data that does
             not fit. All of it is checked before a model is loaded.
     """
@@ -100,6 +104,9 @@ class StrategyTrainer(CheckpointMixin):
         **kwargs: Any,
     ) -> None:
         entry = get_entry(strategy)
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        for name in sorted(kwargs.keys() - set(TRAINER_ARGUMENTS)):
+            raise TypeError(f"{type(self).__name__}: {name}= is not supported; further ones are {TRAINER_ARGUMENTS}")
         args = args if args is not None else config_class(strategy)(output_dir="trainer_output")
         if not isinstance(args, OnlineArguments if entry.online else StrategyArguments):
             raise TypeError(
@@ -114,6 +121,10 @@ class StrategyTrainer(CheckpointMixin):
         self.strategy_name = strategy
         self.strategy: Strategy = entry.strategy(options_from(args, entry.strategy.Options))
         self._check_rewards(reward_funcs, entry.online)
+        if ref_model is not None and ref_model is model:
+            raise ValueError("ref_model is the policy itself: it would change with every update; leave it unset")
+        if ref_model is not None and not self.strategy.needs_reference:
+            logger.warning("ref_model is not used: %s compares with no reference under these options", strategy)
         rollout_args = args if isinstance(args, OnlineArguments) and entry.online else None
         if rollout_args is not None:
             rollout_args.check_rollouts(self.strategy.min_group_size)
@@ -121,8 +132,8 @@ class StrategyTrainer(CheckpointMixin):
         # Everything that can be wrong with the data is found before weights are read.
         init_kwargs = _as_dict(args.model_init_kwargs)
         init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-        tokenizer = ensure_pad_token(processing_class or load_tokenizer(model, args.trust_remote_code))
         config = read_config(model, init_kwargs)
+        tokenizer = ensure_pad_token(processing_class or load_tokenizer(model, args.trust_remote_code))
         check_sizes(config, tokenizer)
         data = prepare_data(train_dataset, eval_dataset, tokenizer, self.strategy, args, rollout_args, self.packed)
         check_sizes(config, tokenizer, data.longest)

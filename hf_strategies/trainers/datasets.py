@@ -24,14 +24,14 @@ class RunData:
         train: encoded training data or None.
         eval: encoded evaluation data, a dict of such, or None.
         longest: most tokens a row can have, prompt and completion.
-        columns: columns of the raw training (or first evaluation) data.
+        columns: dataset name -> columns of its raw data.
         dropped: dataset name -> reason -> examples left out.
     """
 
     train: Dataset | None = None
     eval: Dataset | dict[str, Dataset] | None = None
     longest: int = 0
-    columns: list[str] | None = None
+    columns: dict[str, list[str]] = field(default_factory=dict)
     dropped: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
@@ -54,7 +54,7 @@ def prepare_data(
 
     def encode(name: str, raw: Any) -> Dataset:
         dataset = _as_dataset(name, raw)
-        data.columns = data.columns or dataset.column_names
+        data.columns[name] = dataset.column_names
         if rollout_args is not None:
             encoded, longest_prompt = encode_prompts(dataset, tokenizer)
             data.longest = max(data.longest, longest_prompt + rollout_args.max_completion_length)

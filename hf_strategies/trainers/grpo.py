@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ from hf_strategies.options import option
 from hf_strategies.strategies.grpo import GRPOOptions
 from hf_strategies.trainers.arguments import OnlineArguments
 from hf_strategies.trainers.base import StrategyTrainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,3 +43,9 @@ class GRPOTrainer(StrategyTrainer):
         name = "grpo" if reward_funcs is None else "online_grpo"
         args = args if args is not None else GRPOConfig(output_dir="trainer_output")
         super().__init__(model, name, args, train_dataset, reward_funcs=reward_funcs, **kwargs)
+        offline = reward_funcs is None and self.train_dataset is not None
+        if offline and self.train_dataset[0]["rows"][0]["old_logprobs"] is None:
+            logger.warning(
+                "the scored groups have no old_logprobs: they count as sampled from the policy as it is now (ratio "
+                "1), and nothing bounds how far it moves from what sampled them"
+            )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from hf_strategies.rollout.callback import PROMPT_COLUMNS
 from hf_strategies.rollout.rewards import (
     ModelReward,
     RewardFunction,
@@ -18,7 +19,6 @@ from hf_strategies.rollout.rewards import (
 
 # What every reward is offered besides the dataset's columns.
 PROVIDED = {
-    "self",
     "prompts",
     "completions",
     "completion_ids",
@@ -32,7 +32,7 @@ def resolve_rewards(
     reward_funcs: Any,
     weights: Sequence[float] | None,
     processing_classes: Any,
-    columns: Sequence[str] | None,
+    columns: Mapping[str, Sequence[str]],
 ) -> Rewards:
     """Callables for one or several rewards.
 
@@ -40,7 +40,7 @@ def resolve_rewards(
         reward_funcs: function, sequence-classification model or its id or path; one or a list.
         weights: one per reward, or None.
         processing_classes: tokenizers of reward models, one per reward (None for functions); None loads them by name.
-        columns: columns of the dataset, to check that every reward finds what it asks for; None skips the check.
+        columns: columns of each dataset by its name, to check that every reward finds what it asks for.
 
     Raises:
         ValueError: a required parameter that is no column, or a wrong number of tokenizers.
@@ -53,10 +53,10 @@ def resolve_rewards(
     if len(tokenizers) != len(given):
         raise ValueError(f"reward_processing_classes has {len(tokenizers)} entries, reward_funcs {len(given)}")
     # Columns first: no reward model is loaded for a run that cannot start.
-    if columns is not None:
-        for function in given:
-            if not isinstance(function, str | nn.Module):
-                _check_columns(function, columns)
+    for function in given:
+        if callable(function) and not isinstance(function, nn.Module):
+            for dataset, names in columns.items():
+                _check_columns(function, dataset, names)
     return Rewards([_as_function(f, t) for f, t in zip(given, tokenizers, strict=True)], weights)
 
 
@@ -70,14 +70,16 @@ def _as_function(reward: Any, tokenizer: Any) -> RewardFunction:
     return reward
 
 
-def _check_columns(function: RewardFunction, columns: Sequence[str]) -> None:
+def _check_columns(function: RewardFunction, dataset: str, columns: Sequence[str]) -> None:
+    travelling = [name for name in columns if name not in PROMPT_COLUMNS]
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (
             inspect.Parameter.VAR_KEYWORD,
             inspect.Parameter.VAR_POSITIONAL,
         ):
             continue
-        if parameter.default is inspect.Parameter.empty and name not in PROVIDED and name not in columns:
+        if parameter.default is inspect.Parameter.empty and name not in PROVIDED and name not in travelling:
             raise ValueError(
-                f"reward {reward_name(function)!r} asks for the column {name!r}; the dataset has {sorted(columns)}"
+                f"reward {reward_name(function)!r} asks for the column {name!r}; the {dataset} dataset has "
+                f"{sorted(travelling)} beside the prompt, and every reward is offered {', '.join(sorted(PROVIDED))}"
             )

@@ -406,12 +406,12 @@ def test_reward_models_by_path(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path / "judge")
     make_tokenizer().save_pretrained(tmp_path / "judge")
     expected = [value_of(model, [VOCAB[c] for c in text]) for text in ("paa", "pb", "qccc")]
-    by_path = resolve_rewards([length, str(tmp_path / "judge")], [0.0, 1.0], None, ["prompt"])
+    by_path = resolve_rewards([length, str(tmp_path / "judge")], [0.0, 1.0], None, {"train": ["prompt"]})
     assert by_path.names == ["length", "judge"]
     assert score(by_path).total.tolist() == pytest.approx(expected, abs=1e-5)
     loaded = LlamaForSequenceClassification.from_pretrained(tmp_path / "judge")
-    assert score(resolve_rewards(loaded, None, None, None)).total.tolist() == pytest.approx(expected, abs=1e-5)
-    given = resolve_rewards([reward_model()], None, [make_tokenizer()], None)
+    assert score(resolve_rewards(loaded, None, None, {})).total.tolist() == pytest.approx(expected, abs=1e-5)
+    given = resolve_rewards([reward_model()], None, [make_tokenizer()], {})
     assert score(given).total.tolist() == pytest.approx(expected, abs=1e-5)
     with pytest.raises(ValueError, match="reward_processing_classes has 1 entries, reward_funcs 2"):
-        resolve_rewards([length, str(tmp_path / "judge")], None, [make_tokenizer()], None)
+        resolve_rewards([length, str(tmp_path / "judge")], None, [make_tokenizer()], {})
