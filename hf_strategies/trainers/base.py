@@ -51,6 +51,7 @@ from hf_strategies.trainers.arguments import (
 from hf_strategies.trainers.checkpoints import CheckpointMixin
 from hf_strategies.trainers.datasets import check_one_rollout, prepare_data
 from hf_strategies.trainers.preparation import Preparation
+from hf_strategies.trainers.random_state import preserved_random_state
 from hf_strategies.trainers.reward_functions import resolve_rewards
 from hf_strategies.trainers.sampler import RolloutSampler, prompt_positions
 
@@ -381,7 +382,8 @@ class StrategyTrainer(CheckpointMixin):
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
         self._eval_position, self.last_eval_table = 0, []
         self.metric_store["eval"] = MetricStore()
-        output = super().evaluation_loop(*args, **kwargs)
+        with preserved_random_state(self.args.device):
+            output = super().evaluation_loop(*args, **kwargs)
         assert output.metrics is not None
         metrics = self.metric_store["eval"].reduce(gather_object)
         output.metrics.pop(f"{prefix}_loss", None)
