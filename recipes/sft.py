@@ -1,0 +1,33 @@
+"""Supervised fine-tuning with LoRA.
+
+    accelerate launch recipes/sft.py    # embedded model and data, options in recipes/configs/sft.yaml
+    accelerate launch recipes/sft.py --config my.yaml --learning_rate 1e-5
+    accelerate launch recipes/sft.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name me/conversations --push_to_hub
+
+The loss is in hf_strategies/strategies/sft.py.
+"""
+
+from __future__ import annotations
+
+from hf_strategies import SFTConfig, SFTTrainer
+from hf_strategies.cli import DataArguments, ModelArguments
+from hf_strategies.data.demo import demo_solutions
+from hf_strategies.recipe import offline_task, parse_recipe, policy_name, train_and_report
+
+
+def main() -> None:
+    """Train, with the held-out loss measured before and after."""
+    data, model, args = parse_recipe(__file__, __doc__, DataArguments, ModelArguments, SFTConfig)
+    task = offline_task(data, args.seed, embedded=demo_solutions)
+    trainer = SFTTrainer(
+        policy_name(model),
+        args=args,
+        train_dataset=task.train,
+        eval_dataset=task.heldout,
+        peft_config=model.peft_config(),
+    )
+    train_and_report(trainer, task)
+
+
+if __name__ == "__main__":
+    main()

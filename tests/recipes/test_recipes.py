@@ -1,0 +1,161 @@
+"""Every recipe from command line to saved model, on a tiny model, and the data it runs on by default."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import make_model, make_tokenizer
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hf_strategies.data.demo import (
+    demo_documents,
+    demo_groups,
+    demo_pairs,
+    demo_solutions,
+    demo_task,
+    divided_numbers,
+)
+from hf_strategies.data.reasoning import strict_answer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+OFFLINE = ("dpo", "grpo_offline", "seq", "sft")
+ONLINE = ("grpo", "online_dpo", "ppo")
+# What the recipe measures; an untrained tiny model answers nothing right, so sampled scores are there but 0.
+MEASURES = {
+    "dpo": ("loss", "pairs_ranked_rightly", "held_out"),
+    "grpo_offline": ("loss", "held_out"),
+    "seq": ("loss",),
+    "sft": ("loss", "held_out"),
+} | dict.fromkeys(ONLINE, ("held_out",))
+SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 64}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model in a folder, as a user would name it."""
+    folder = str(tmp_path_factory.mktemp("tiny"))
+    make_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
+    arguments = [str(part) for key, value in flags.items() for part in (f"--{key}", value)]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OFFLINE + ONLINE)
+def test_recipe_trains_measures_and_saves(
+    name: str, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe's own YAML, made small; the last line is the figures, the folder a plain adapter."""
+    sizes = SIZES | ({"num_generations": 2} if name in ONLINE else {})
+    run(
+        name,
+        monkeypatch,
+        config=RECIPES / "configs" / f"{name}.yaml",
+        model_name_or_path=tiny,
+        max_steps=1,
+        output_dir=tmp_path,
+        use_cpu=True,
+        disable_tqdm=True,
+        **sizes,
+    )
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert result["optimizer_steps"] == 1
+    for measure in MEASURES[name]:
+        assert {f"{measure}_before", f"{measure}_after"} <= result.keys()
+    assert result["held_out_rows"] == (12 if name == "seq" else 256)
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path)
+
+
+@pytest.mark.parametrize("name", OFFLINE + ONLINE)
+def test_yaml_is_complete(name: str) -> None:
+    """Every recipe has a YAML of its own, with its own output folder."""
+    content = yaml.safe_load((RECIPES / "configs" / f"{name}.yaml").read_text())
+    assert content["output_dir"] == f"runs/{name}"
+
+
+def test_own_file_with_its_columns(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A jsonl of pairs; held out rows are split off; nothing is sampled, for nothing scores it."""
+    rows = [{"prompt": f"say {i}", "chosen": f"{i} yes", "rejected": "no"} for i in range(12)]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    run(
+        "dpo",
+        monkeypatch,
+        dataset_name=data,
+        held_out_rows=4,
+        model_name_or_path=tiny,
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        output_dir=tmp_path / "out",
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+    )
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert result["held_out_rows"] == 4
+    assert result["optimizer_steps"] == 2
+    assert result["loss_before"] == pytest.approx(0.6931)
+    assert "held_out_before" not in result
+
+
+def test_problems_are_no_answers_to_train_on(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="dataset_name='reasoning_gym:gcd' holds prompts without answers"):
+        run(
+            "sft",
+            monkeypatch,
+            dataset_name="reasoning_gym:gcd",
+            model_name_or_path=tiny,
+            output_dir=tmp_path,
+            use_cpu=True,
+        )
+
+
+def total(prompt: list[dict[str, str]]) -> int:
+    return sum(int(number) for number in prompt[-1]["content"].split(" + "))
+
+
+@pytest.mark.parametrize("make", [demo_solutions, demo_pairs, demo_groups])
+def test_right_and_wrong_solutions(make: Any) -> None:
+    """What should be learned is right, what should not is wrong, and both sides of the division stay apart."""
+    task = make(7)
+    train_numbers, held_out_numbers = map(set, divided_numbers())
+    for rows, numbers in ((task.train, train_numbers), (task.heldout, held_out_numbers)):
+        for row in rows.select(range(100)):
+            assert {int(number) for number in row["prompt"][-1]["content"].split(" + ")} <= numbers
+            right, wrong = str(total(row["prompt"])), []
+            if "completions" in row:
+                assert row["rewards"] == [1.0, 0.2, 0.2, 0.0]
+                good, *wrong = (turns[0]["content"] for turns in row["completions"])
+                assert strict_answer(wrong.pop()) is None
+            elif "chosen" in row:
+                good, wrong = row["chosen"][0]["content"], [row["rejected"][0]["content"]]
+            else:
+                good = row["completion"][0]["content"]
+            assert strict_answer(good) == right
+            assert all(strict_answer(text) not in (None, right) for text in wrong)
+    assert task.problems["prompt"] == demo_task(0).heldout["prompt"]
+    assert make(8).train["prompt"] != task.train["prompt"]
+    assert make(8).heldout.to_list() == task.heldout.to_list()
+
+
+def test_documents_are_divided_once() -> None:
+    one, other = demo_documents(1), demo_documents(2)
+    assert one.heldout["text"] == other.heldout["text"]
+    assert one.train["text"] != other.train["text"]
+    assert sorted(one.train["text"]) == sorted(other.train["text"])
+    assert not set(one.train["text"]) & set(one.heldout["text"])
+    assert one.problems is None
