@@ -1,18 +1,24 @@
-"""From a batch to numbers per completion token: the only place in the package where training logits exist."""
+"""From a batch to numbers per completion token: the only place in the package where training logits exist.
+
+A batch is laid out for the model in one of two ways, padded or as a token stream, and its tokens are scored by the
+head in one of two ways, from logits or without keeping any. The results are the same; `Forward.compare` shows it.
+"""
 
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_strategies import functional as f
 from hf_strategies.batch import Batch, PolicyOutput
 from hf_strategies.modeling.critic import critic_of
-from hf_strategies.modeling.moe import RouterLoad, is_mixture_of_experts
+from hf_strategies.modeling.head import LogitShape, TokenScores, fusible, score_hidden, score_logits, scoring
+from hf_strategies.modeling.moe import RouterLoad, balance_loss, is_mixture_of_experts
+from hf_strategies.modeling.stream import Stream, enable_stream, streaming, trained_tokens
 
 # Logits of this many positions are turned into log-probabilities at a time, so that the float32 copies a softmax needs
 # stay small beside the logits themselves.
@@ -24,14 +30,16 @@ class ForwardResult:
     """Numbers for the strategy, and what a mixture of experts adds.
 
     Attributes:
-        policy: per-token numbers.
+        policy: per-token numbers; 0 where a token does not train.
         aux_loss: scalar load-balancing loss of this batch, unscaled, attached; None for dense models.
         router_load: which experts the batch's real tokens went to; None for dense models.
+        sharing_factor: tokens of the padded rectangle per token that was computed.
     """
 
     policy: PolicyOutput
     aux_loss: Tensor | None = None
     router_load: RouterLoad | None = None
+    sharing_factor: float = 1.0
 
 
 def causal_lm_of(model: Any) -> Any:
@@ -39,16 +47,57 @@ def causal_lm_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+class Padded:
+    """A batch as the padded rectangle [N, S].
+
+    Args:
+        batch: N rows.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.shape = batch.completion_ids.shape
+        self.slots = trained_tokens(batch).flatten().nonzero().squeeze(-1)
+        self.targets = batch.completion_ids.flatten()[self.slots]
+        self.weights = (batch.attention_mask & batch.in_group.unsqueeze(-1)).flatten()
+        self.padded_tokens = self.num_tokens = batch.input_ids.numel()
+
+    def inputs(self, takes_positions: bool, keeps_logits: bool) -> dict[str, Any]:
+        """Keyword arguments of the model."""
+        inputs: dict[str, Any] = {
+            "input_ids": self.batch.input_ids,
+            "attention_mask": self.batch.attention_mask.long(),
+        }
+        if takes_positions:
+            inputs["position_ids"] = self.batch.position_ids
+        if keeps_logits:
+            # Completion token j is scored one position before it, the first one by the last prompt token.
+            inputs["logits_to_keep"] = self.shape[1] + 1
+        return inputs
+
+    def pick(self, states: Tensor) -> Tensor:
+        """[N, kept positions, ...] -> [M, ...], those that score a token that trains."""
+        return states[:, -self.shape[1] - 1 : -1].flatten(0, 1).index_select(0, self.slots)
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[M] -> [N, C], 0 elsewhere."""
+        return values.new_zeros(self.shape.numel()).index_put((self.slots,), values).view(self.shape)
+
+
 class Forward:
     """Scores the completions of a batch with a causal LM.
 
     Args:
-        causal_lm: unwrapped model, PEFT or plain; read for its signature and configuration only. What is called is the
+        causal_lm: unwrapped model, PEFT or plain; read for its signature and configuration. What is called is the
             (possibly wrapped) model given to `__call__`: calling a module inside DDP or ZeRO would lose gradients.
         temperature: log-probabilities are those of logits / temperature.
+        stream: lay batches out as token streams.
+        fused_head: score without keeping logits, where the model's head allows it.
     """
 
-    def __init__(self, causal_lm: nn.Module, temperature: float = 1.0) -> None:
+    def __init__(
+        self, causal_lm: nn.Module, temperature: float = 1.0, *, stream: bool = False, fused_head: bool = False
+    ) -> None:
         lm = causal_lm_of(causal_lm)
         parameters = inspect.signature(lm.forward).parameters
         self.temperature = temperature
@@ -56,6 +105,8 @@ class Forward:
         self.takes_positions = "position_ids" in parameters
         self.is_moe = is_mixture_of_experts(lm)
         self.config = lm.config
+        self.stream = stream
+        self.fused_head = fused_head
 
     def __call__(
         self,
@@ -80,66 +131,77 @@ class Forward:
         Returns:
             Numbers of shape [N, C].
         """
-        completion_len = batch.completion_ids.shape[1]
-        inputs: dict[str, object] = {
-            "input_ids": batch.input_ids,
-            "attention_mask": batch.attention_mask.long(),
-            "use_cache": False,
-        }
-        if self.takes_positions:
-            inputs["position_ids"] = batch.position_ids
-        if self.keeps_logits:
-            # Completion token j is scored one position before it, the first one by the last prompt token.
-            inputs["logits_to_keep"] = completion_len + 1
+        layout = Stream.of(batch) if self.stream else Padded(batch)
+        inputs = layout.inputs(self.takes_positions, self.keeps_logits)
+        inputs["use_cache"] = False
         if router and self.is_moe:
             inputs["output_router_logits"] = True
         critic = critic_of(model) if values else None
         if values and critic is None:
             raise ValueError("values=True, but the model carries no critic (see modeling.critic.attach_critic)")
-        if critic is not None:
-            with critic.collecting():
-                outputs = model(**inputs)
-        else:
+        lm = unwrapped_lm(model)
+        head: Any = lm.get_output_embeddings() if self.fused_head else None
+        with ExitStack() as contexts:
+            if self.stream:
+                enable_stream(lm)
+                contexts.enter_context(streaming())
+            if critic is not None:
+                contexts.enter_context(critic.collecting())
+            if fusible(head):
+                shape = LogitShape.of(self.config, self.temperature)
+
+                def score(hidden: Tensor) -> TokenScores:
+                    states = layout.pick(hidden)
+                    return score_hidden(head, states, layout.targets, shape, entropy=entropy, vocab_mean=vocab_mean)
+
+                contexts.enter_context(scoring(lm, score))
             outputs = model(**inputs)
-        scoring = slice(-completion_len - 1, -1)
+        if isinstance(layout, Stream):
+            layout.check_used()
+        if fusible(head):
+            scores = TokenScores(outputs["logprobs"], outputs["entropy"], outputs["vocab_mean"])
+        else:
+            scores = self._score(layout.pick(outputs["logits"]), layout.targets, entropy, vocab_mean)
         result = ForwardResult(
-            self._policy_output(
-                outputs["logits"][:, scoring],
-                batch.completion_ids,
-                entropy=entropy,
-                vocab_mean=vocab_mean,
-            )
+            PolicyOutput(
+                logprobs=layout.scatter(scores.logprobs),
+                entropy=None if scores.entropy is None else layout.scatter(scores.entropy),
+                vocab_mean_logprobs=None if scores.vocab_mean is None else layout.scatter(scores.vocab_mean),
+            ),
+            sharing_factor=layout.padded_tokens / layout.num_tokens,
         )
         if critic is not None:
-            result.policy.values = outputs["critic_values"][:, scoring]
+            result.policy.values = layout.scatter(layout.pick(outputs["critic_values"]))
         if router and self.is_moe:
-            result.aux_loss = outputs["aux_loss"]
-            real = batch.attention_mask & batch.in_group.unsqueeze(-1)
-            result.router_load = RouterLoad.of(outputs["router_logits"], real, self.config)
+            result.router_load = RouterLoad.of(outputs["router_logits"], layout.weights, self.config)
+            # The model's own loss knows padding, but not that a prompt of the stream stands for several rows.
+            result.aux_loss = (
+                balance_loss(outputs["router_logits"], layout.weights, self.config)
+                if self.stream
+                else outputs["aux_loss"]
+            )
         return result
 
-    def _policy_output(self, logits: Tensor, token_ids: Tensor, *, entropy: bool, vocab_mean: bool) -> PolicyOutput:
-        rows, length, vocab = logits.shape
-        flat_logits, flat_ids = logits.reshape(-1, vocab), token_ids.reshape(-1)
-        logprobs, entropies, means = [], [], []
-        for start in range(0, rows * length, POSITIONS_PER_CHUNK):
-            chunk = flat_logits[start : start + POSITIONS_PER_CHUNK]
+    def _score(self, logits: Tensor, targets: Tensor, entropy: bool, vocab_mean: bool) -> TokenScores:
+        parts = []
+        for chunk, ids in zip(logits.split(POSITIONS_PER_CHUNK), targets.split(POSITIONS_PER_CHUNK), strict=True):
             if chunk.dtype in (torch.float16, torch.bfloat16):
                 chunk = chunk.float()
             if self.temperature != 1.0:
                 chunk = chunk / self.temperature
-            logprobs.append(f.token_logprobs(chunk, flat_ids[start : start + POSITIONS_PER_CHUNK]))
-            if entropy:
-                with torch.no_grad():
-                    entropies.append(f.entropy_from_logits(chunk))
-            if vocab_mean:
-                means.append(chunk.mean(dim=-1) - chunk.logsumexp(dim=-1))
+            parts.append(score_logits(chunk, ids, entropy=entropy, vocab_mean=vocab_mean))
 
-        def shaped(chunks: list[Tensor]) -> Tensor:
-            return torch.cat(chunks).view(rows, length)
+        def joined(name: str) -> Tensor | None:
+            columns = [getattr(part, name) for part in parts]
+            return None if columns[0] is None else torch.cat(columns)
 
-        return PolicyOutput(
-            logprobs=shaped(logprobs),
-            entropy=shaped(entropies) if entropy else None,
-            vocab_mean_logprobs=shaped(means) if vocab_mean else None,
-        )
+        logprobs = joined("logprobs")
+        assert logprobs is not None
+        return TokenScores(logprobs, joined("entropy"), joined("vocab_mean"))
+
+
+def unwrapped_lm(model: Any) -> Any:
+    """The causal LM inside wrappers and adapters."""
+    while not hasattr(model, "get_output_embeddings") and hasattr(model, "module"):
+        model = model.module
+    return causal_lm_of(model)

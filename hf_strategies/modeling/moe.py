@@ -22,6 +22,29 @@ def experts_per_token(config: Any) -> int:
     raise ValueError(f"{type(config).__name__} does not say how many experts a token goes to")
 
 
+def balance_loss(router_logits: tuple[Tensor, ...], weights: Tensor, config: Any) -> Tensor:
+    """Load-balancing loss of the Switch Transformer (arXiv 2101.03961), as transformers computes it.
+
+    E * sum_e (share of tokens sent to e) * (mean probability of e), over the tokens of all layers; summed over the K
+    choices it equals K at perfect balance.
+
+    Args:
+        router_logits: per layer, [tokens, E].
+        weights: [tokens], how often a token counts.
+        config: the model's configuration, for K.
+
+    Returns:
+        Scalar, attached through the probabilities.
+    """
+    probs = torch.cat([logits.reshape(-1, logits.shape[-1]) for logits in router_logits]).softmax(dim=-1)
+    count = weights.to(probs.dtype).repeat(len(router_logits)).unsqueeze(-1)
+    total = count.sum().clamp(min=1.0)
+    chosen = probs.topk(experts_per_token(config), dim=-1).indices
+    sent = torch.zeros_like(probs).scatter(-1, chosen, 1.0)
+    share, mean = (sent * count).sum(dim=0) / total, (probs * count).sum(dim=0) / total
+    return probs.shape[-1] * (share * mean).sum()
+
+
 @dataclass(frozen=True)
 class RouterLoad:
     """Counts from which the ``moe/*`` diagnostics follow.
@@ -37,37 +60,39 @@ class RouterLoad:
     tokens: Tensor
 
     @classmethod
-    def of(cls, router_logits: tuple[Tensor, ...], attention_mask: Tensor, config: Any) -> RouterLoad:
+    def of(cls, router_logits: tuple[Tensor, ...], weights: Tensor, config: Any) -> RouterLoad:
         """Count one forward pass.
 
         Args:
-            router_logits: per layer, [N * S, experts] (or [N, S, experts]).
-            attention_mask: [N, S] bool, True = real token: padding is routed too, but does not count.
+            router_logits: per layer, [tokens, experts] (or [N, S, experts]).
+            weights: [tokens] or [N, S], how often a token counts: 0 for padding, which is routed too.
             config: the model's configuration, for K.
         """
-        real = attention_mask.flatten()
+        weights = weights.flatten()
+        counted = weights > 0
         top_k = experts_per_token(config)
         with torch.no_grad():
-            layers = [logits.reshape(-1, logits.shape[-1])[real].float() for logits in router_logits]
+            layers = [logits.reshape(-1, logits.shape[-1])[counted].float() for logits in router_logits]
             probs = [logits.softmax(dim=-1) for logits in layers]
-            return cls.from_probs(probs, [p.topk(top_k, dim=-1).indices for p in probs])
+            return cls.from_probs(probs, [p.topk(top_k, dim=-1).indices for p in probs], weights[counted])
 
     @classmethod
-    def from_probs(cls, probs: list[Tensor], chosen: list[Tensor]) -> RouterLoad:
+    def from_probs(cls, probs: list[Tensor], chosen: list[Tensor], weights: Tensor | None = None) -> RouterLoad:
         """Count from router probabilities.
 
         Args:
             probs: per layer, [tokens, experts].
             chosen: per layer, [tokens, K] long, the experts each token went to.
+            weights: [tokens], how often a token counts; once each when left out.
         """
+        count = (torch.ones_like(probs[0][:, 0]) if weights is None else weights).double()
         assignments, entropies = [], []
         for p, index in zip(probs, chosen, strict=True):
             p = p.double()
-            entropies.append(torch.special.entr(p).sum())
-            ones = torch.ones_like(index, dtype=torch.float64).flatten()
-            assignments.append(p.new_zeros(p.shape[-1]).index_add(0, index.flatten(), ones))
-        tokens = torch.tensor(float(probs[0].shape[0]), dtype=torch.float64, device=probs[0].device)
-        return cls(torch.stack(assignments), torch.stack(entropies), tokens)
+            entropies.append((torch.special.entr(p).sum(dim=-1) * count).sum())
+            repeated = count.unsqueeze(-1).expand_as(index).flatten()
+            assignments.append(p.new_zeros(p.shape[-1]).index_add(0, index.flatten(), repeated))
+        return cls(torch.stack(assignments), torch.stack(entropies), count.sum())
 
     def combine(self, other: RouterLoad) -> RouterLoad:
         """Counts of both."""
