@@ -1,12 +1,15 @@
 """From a batch to numbers per completion token: the only place in the package where training logits exist.
 
 A batch is laid out for the model in one of two ways, padded or as a token stream, and its tokens are scored by the
-head in one of two ways, from logits or without keeping any. The results are the same; `Forward.compare` shows it.
+head in one of two ways, from logits or without keeping any. The results are the same; `CheckedForward` makes sure.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_strategies.batch import Batch, PolicyOutput
+from hf_strategies.batch import TOKEN_FIELDS, Batch, PolicyOutput
 from hf_strategies.modeling.critic import critic_of
+from hf_strategies.modeling.generation import generating
 from hf_strategies.modeling.head import LogitShape, TokenScores, fusible, score_hidden, score_logits, scoring
 from hf_strategies.modeling.moe import RouterLoad, balance_loss, is_mixture_of_experts
-from hf_strategies.modeling.stream import Stream, enable_stream, streaming, trained_tokens
+from hf_strategies.modeling.stream import Stream, enable_stream, streaming, trained_tokens, why_no_stream
+
+logger = logging.getLogger(__name__)
+
+ATTENTION_PATHS = ("auto", "stream", "padded")
 
 # Logits of this many positions are turned into log-probabilities at a time, so that the float32 copies a softmax needs
 # stay small beside the logits themselves.
@@ -33,13 +41,15 @@ class ForwardResult:
         policy: per-token numbers; 0 where a token does not train.
         aux_loss: scalar load-balancing loss of this batch, unscaled, attached; None for dense models.
         router_load: which experts the batch's real tokens went to; None for dense models.
-        sharing_factor: tokens of the padded rectangle per token that was computed.
+        padded_tokens: tokens of the padded rectangle [N, S].
+        computed_tokens: tokens that were computed.
     """
 
     policy: PolicyOutput
     aux_loss: Tensor | None = None
     router_load: RouterLoad | None = None
-    sharing_factor: float = 1.0
+    padded_tokens: int = 0
+    computed_tokens: int = 0
 
 
 def causal_lm_of(model: Any) -> Any:
@@ -168,7 +178,8 @@ class Forward:
                 entropy=None if scores.entropy is None else layout.scatter(scores.entropy),
                 vocab_mean_logprobs=None if scores.vocab_mean is None else layout.scatter(scores.vocab_mean),
             ),
-            sharing_factor=layout.padded_tokens / layout.num_tokens,
+            padded_tokens=layout.padded_tokens,
+            computed_tokens=layout.num_tokens,
         )
         if critic is not None:
             result.policy.values = layout.scatter(layout.pick(outputs["critic_values"]))
@@ -198,6 +209,86 @@ class Forward:
         logprobs = joined("logprobs")
         assert logprobs is not None
         return TokenScores(logprobs, joined("entropy"), joined("vocab_mean"))
+
+
+class CheckedForward(Forward):
+    """The fastest way that gives this model's numbers: compared with the plain one on the first batch of a run.
+
+    Args:
+        causal_lm: see `Forward`.
+        temperature: see `Forward`.
+        path: ``auto``, ``stream`` (an error where it is not right for the model), or ``padded`` (the plain way).
+
+    Raises:
+        ValueError: ``stream`` for a model that is known to need the padded path.
+    """
+
+    def __init__(self, causal_lm: nn.Module, temperature: float = 1.0, path: str = "auto") -> None:
+        reason = None if path == "padded" else why_no_stream(causal_lm_of(causal_lm))
+        if reason is not None:
+            name = type(causal_lm_of(causal_lm)).__name__
+            if path == "stream":
+                raise ValueError(f"attention_path='stream': {name} needs the padded path, {reason}")
+            logger.warning("%s trains on the padded path: %s", name, reason)
+        stream = path != "padded" and reason is None
+        super().__init__(causal_lm, temperature, stream=stream, fused_head=path != "padded")
+        self.path = path
+        self.checked = path == "padded"
+
+    def check(self, model: nn.Module, batch: Batch, largest: Callable[[float], float]) -> None:
+        """Compare with the plain way, once, and fall back to what agrees with it.
+
+        Every process must call this at the same time.
+
+        Args:
+            model: the model as it is called, wrapped or not.
+            batch: rows to try; a few tokens of a few of them are used.
+            largest: maximum of a number over all processes.
+
+        Raises:
+            RuntimeError: no fast way agrees and ``path`` demands one.
+        """
+        if self.checked:
+            return
+        self.checked = True
+        sample = _sample(batch)
+        plain = self._sibling(stream=False, fused_head=False)
+        reference = unwrapped_lm(model).dtype
+        tolerance = TOLERANCE if reference in (torch.float32, torch.float64) else HALF_TOLERANCE
+        with generating(model), torch.autocast(batch.device.type, enabled=False):
+            expected = plain(model, sample).policy.logprobs
+            for stream, fused in ((self.stream, True), (self.stream, False)):
+                got = self._sibling(stream=stream, fused_head=fused)(model, sample).policy.logprobs
+                difference = largest(float((got - expected).abs().max()))
+                if difference <= tolerance:
+                    self.stream, self.fused_head = stream, fused
+                    return
+        message = (
+            f"{type(unwrapped_lm(model)).__name__}: the token stream's log-probabilities differ from the padded "
+            f"path's by {difference:.2g} nats"
+        )
+        if self.path == "stream":
+            raise RuntimeError(f"{message}; use attention_path='auto' or 'padded'")
+        logger.warning("%s: training on the padded path", message)
+        self.stream = self.fused_head = False
+
+    def _sibling(self, *, stream: bool, fused_head: bool) -> Forward:
+        other = copy.copy(self)
+        other.stream, other.fused_head = stream, fused_head
+        return other
+
+
+# Log-probabilities that should be equal: float32 noise is 1e-5 and grows with depth; half precision rounds.
+TOLERANCE, HALF_TOLERANCE = 2e-3, 0.5
+
+
+def _sample(batch: Batch, rows: int = 2, tokens: int = 64) -> Batch:
+    """The first rows of a batch with the last tokens of their prompts and the first of their completions."""
+    few = batch.select(range(min(rows, batch.num_rows)))
+    cut = {name: getattr(few, name)[:, -tokens:] for name in ("prompt_ids", "prompt_mask")}
+    cut |= {name: getattr(few, name)[:, :tokens] for name in ("completion_ids", "completion_mask", "loss_mask")}
+    without: dict[str, Tensor | None] = dict.fromkeys(TOKEN_FIELDS)
+    return few.replace(**(without | cut))
 
 
 def unwrapped_lm(model: Any) -> Any:

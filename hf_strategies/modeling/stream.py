@@ -10,6 +10,7 @@ The result is exact: each token sees what it sees when its row is run alone.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -425,6 +426,15 @@ def enable_stream(causal_lm: Any) -> None:
     causal_lm.config._attn_implementation = name
 
 
+def _attention_dropout(module: nn.Module) -> float:
+    for name in ("attention_dropout", "attn_dropout"):
+        rate = getattr(module, name, 0.0)
+        rate = rate.p if isinstance(rate, nn.Dropout) else rate
+        if isinstance(rate, float) and rate > 0:
+            return rate
+    return 0.0
+
+
 def why_no_stream(causal_lm: Any) -> str | None:
     """What keeps a model off the token stream; None where nothing is known to.
 
@@ -435,6 +445,10 @@ def why_no_stream(causal_lm: Any) -> str | None:
         return "its attention cannot be exchanged"
     if getattr(causal_lm, "_is_stateful", False):
         return "it keeps a recurrent state"
+    if "position_ids" not in inspect.signature(causal_lm.forward).parameters:
+        return "it takes no position_ids"
+    if any(_attention_dropout(module) > 0 for module in causal_lm.modules()):
+        return "it trains with attention dropout"
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if others:
         return f"it has layers of type {', '.join(sorted(others))}"

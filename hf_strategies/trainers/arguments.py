@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 
+from hf_strategies.modeling.forward import ATTENTION_PATHS
 from hf_strategies.options import Options, option
 from hf_strategies.rollout.options import RolloutOptions
 from hf_strategies.strategies import get_entry
@@ -35,6 +36,11 @@ class StrategyArguments(Options, TrainingArguments):
         0.001,
         "Weight of the load-balancing loss of mixtures of experts, >= 0; 0 still reports it.",
     )
+    attention_path: str = option(
+        "auto",
+        "How rows go through the model: stream (every shared prompt once, no padding), padded (the plain rectangle), "
+        "auto (stream where the model allows it and the first batch agrees).",
+    )
     model_init_kwargs: dict[str, Any] | str | None = option(
         None,
         "Keyword arguments of from_pretrained when the model is an id or path, as JSON.",
@@ -44,6 +50,7 @@ class StrategyArguments(Options, TrainingArguments):
     def validate(self) -> None:  # noqa: D102 - see Options
         super().validate()
         self.require_number("router_aux_loss_coef", 0.0)
+        self.require_one_of("attention_path", ATTENTION_PATHS)
         if self.max_length is not None:
             self.require_integer("max_length", 2)
 

@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from hf_strategies.batch import Batch
 from hf_strategies.data.formats import collate
 from hf_strategies.modeling.critic import attach_critic
-from hf_strategies.modeling.forward import Forward, ForwardResult, causal_lm_of
+from hf_strategies.modeling.forward import CheckedForward, ForwardResult, causal_lm_of
 from hf_strategies.modeling.policy import (
     check_sizes,
     disable_dropout,
@@ -171,7 +171,8 @@ class StrategyTrainer(CheckpointMixin):
         reference = make_reference(policy, ref_model) if self.strategy.needs_reference else None
         if self.strategy.needs_critic:
             attach_critic(causal_lm_of(policy))
-        self.forward_pass = Forward(policy, temperature=rollout_args.temperature if rollout_args else 1.0)  # type: ignore[attr-defined]
+        temperature = rollout_args.temperature if rollout_args else 1.0
+        self.forward_pass = CheckedForward(policy, temperature, args.attention_path)
         self.prepare = Preparation(self.strategy, self.forward_pass, reference, args.per_device_train_batch_size)
 
         default_collator = collate_prompts if self.rollouts else partial(collate, pad_token_id=tokenizer.pad_token_id)
@@ -317,6 +318,9 @@ class StrategyTrainer(CheckpointMixin):
             router=True,
         )
         loss, metrics = self.strategy.loss(result.policy, batch, num_items)
+        metrics["stream/sharing_factor"] = Mean(
+            torch.tensor(float(result.padded_tokens)), torch.tensor(result.computed_tokens)
+        )
         if result.aux_loss is not None:
             loss = loss + self._weighted_aux_loss(result, batch, inputs.get("token_share", 1.0), metrics)
         self.metric_store["train" if model.training else "eval"].add(metrics)

@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from hf_strategies.batch import Batch
-from hf_strategies.modeling.forward import Forward
+from hf_strategies.modeling.forward import CheckedForward
 from hf_strategies.modeling.generation import generating
 from hf_strategies.modeling.reference import Reference
 from hf_strategies.reporting.metrics import MetricStore
@@ -27,7 +27,9 @@ class Preparation:
         rows_per_pass: rows scored at a time; memory is that of a micro-batch.
     """
 
-    def __init__(self, strategy: Strategy, forward: Forward, reference: Reference | None, rows_per_pass: int) -> None:
+    def __init__(
+        self, strategy: Strategy, forward: CheckedForward, reference: Reference | None, rows_per_pass: int
+    ) -> None:
         self.strategy = strategy
         self.forward = forward
         self.reference = reference
@@ -48,6 +50,7 @@ class Preparation:
         """
         if not batches:
             return [], {}
+        self.forward.check(model, batches[0], lambda value: max(gather_object([value])))
         metrics = MetricStore()
         chosen = []
         for batch in batches:
