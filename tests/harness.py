@@ -29,7 +29,7 @@ from hf_strategies import (
 )
 from hf_strategies.batch import TOKEN_FIELDS, Batch, PolicyOutput
 from hf_strategies.modeling.critic import critic_of
-from hf_strategies.modeling.generation import Completion, Sampling
+from hf_strategies.modeling.sampling import Completion, Sampling
 from hf_strategies.rollout.engine import RolloutGroup
 from hf_strategies.stats import Metrics
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
-from hf_strategies.modeling.generation import Completion, Sampling
+from hf_strategies.modeling.sampling import Completion, Sampling
 
 
 @dataclass

@@ -7,11 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_strategies.modeling.generation import (
-    Sampling,
-    eos_token_ids,
-    sample_completions,
-)
+from hf_strategies.modeling.generation import eos_token_ids, sample_completions
+from hf_strategies.modeling.sampling import Sampling
 from hf_strategies.rollout.engine import RolloutGroup
 
 

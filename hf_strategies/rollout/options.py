@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_strategies.modeling.generation import Sampling
+from hf_strategies.modeling.sampling import Sampling
 from hf_strategies.options import Options, option
 
 ENGINES = ("auto", "generate")

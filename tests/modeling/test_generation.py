@@ -24,14 +24,8 @@ from transformers import (
 
 from hf_strategies import Batch, Row
 from hf_strategies.modeling.forward import Forward
-from hf_strategies.modeling.generation import (
-    Sampling,
-    constrain_logits,
-    draw,
-    eos_token_ids,
-    row_noise,
-    sample_completions,
-)
+from hf_strategies.modeling.generation import eos_token_ids, sample_completions
+from hf_strategies.modeling.sampling import Sampling, constrain_logits, draw, row_noise
 from hf_strategies.rollout.hf_engine import GenerateEngine
 
 PROMPTS = [[7, 8, 9], [10, 11, 12, 13, 14, 15], [20]]

@@ -15,7 +15,7 @@ from harness import ReplayEngine
 from torch import Tensor
 
 from hf_strategies.data.chat import encode_prompt
-from hf_strategies.modeling.generation import Completion
+from hf_strategies.modeling.sampling import Completion
 from hf_strategies.rollout.callback import RolloutCallback
 from hf_strategies.rollout.engine import RolloutGroup
 from hf_strategies.rollout.hf_engine import GenerateEngine
