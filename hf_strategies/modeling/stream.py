@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_strategies.batch import Batch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PREFIX = "stream_"
 # Sequences of one attention call are padded to the longest of them; shorter ones than this part of it start a call of
@@ -82,9 +85,9 @@ class Stream:
     calls: int = 0
 
     @classmethod
-    def of(cls, batch: Batch) -> Stream:
+    def of(cls, batch: Batch) -> Self:
         """Lay a batch out. Neighbouring rows of a group share their prompt if it is the same."""
-        return _Builder(batch).build()
+        return cls(**_Builder(batch).build())
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +108,38 @@ class Stream:
     def pick(self, states: Tensor) -> Tensor:
         """[1, M, ...] -> [M, ...]: the model was asked for no more than what scores a token that trains."""
         return states[0]
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+        """Attention of all tokens of the stream.
+
+        Args:
+            layer: attention layer.
+            query: [1, H, T, D].
+            key: [1, K, T, D], K dividing H.
+            value: [1, K, T, E].
+            rules: of the layer.
+
+        Returns:
+            [1, T, H, E].
+        """
+        self.calls += 1
+        # [T, heads, D] row by row: the pieces below are slices or gathers of rows.
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        pieces = []
+        for start, length in self.prompts:
+            span = slice(start, start + length)
+            pieces.append(rules.attend(q[span][None], k[span][None], v[span][None], 0)[0])
+        for block in self.blocks:
+            queries, keys, values = (
+                states.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape) for states in (q, k, v)
+            )
+            if block.prompt_len:
+                span = slice(block.prompt_start, block.prompt_start + block.prompt_len)
+                shared = (len(block.tokens), -1, -1, -1)
+                keys = torch.cat([k[span][None].expand(shared), keys], dim=1)
+                values = torch.cat([v[span][None].expand(shared), values], dim=1)
+            pieces.append(rules.attend(queries, keys, values, block.prompt_len)[block.real])
+        return torch.cat(pieces).index_select(0, self.order).unsqueeze(0)
 
     def check_used(self) -> None:
         """Raise if no attention layer has read the stream: the model dropped it, and the numbers are wrong."""
@@ -149,8 +184,8 @@ class _Builder:
         self.slots: list[Tensor] = []
         self.size = 0
 
-    def build(self) -> Stream:
-        """The stream, on the batch's device."""
+    def build(self) -> dict[str, Any]:
+        """Fields of the `Stream`, on the batch's device."""
         prompts: list[tuple[int, int]] = []
         blocks: list[Block] = []
         alone: list[tuple[int, int]] = []
@@ -168,19 +203,19 @@ class _Builder:
         order = torch.empty(self.size, dtype=torch.long)
         order[torch.cat(placed)] = torch.arange(self.size)
         n, c = self.trains.shape
-        return Stream(
-            input_ids=torch.cat(self.ids).unsqueeze(0).to(device),
-            position_ids=torch.cat(self.positions).unsqueeze(0).to(device),
-            prompts=prompts,
-            blocks=[Block(b.prompt_start, b.prompt_len, b.tokens.to(device), b.real.to(device)) for b in blocks],
-            order=order.to(device),
-            scoring=torch.cat(self.scoring).to(device),
-            targets=torch.cat(self.targets).to(device),
-            slots=torch.cat(self.slots).to(device),
-            weights=torch.cat(self.weights).to(device),
-            shape=(n, c),
-            padded_tokens=n * (self.prompt_ids.shape[1] + c),
-        )
+        return {
+            "input_ids": torch.cat(self.ids).unsqueeze(0).to(device),
+            "position_ids": torch.cat(self.positions).unsqueeze(0).to(device),
+            "prompts": prompts,
+            "blocks": [Block(b.prompt_start, b.prompt_len, b.tokens.to(device), b.real.to(device)) for b in blocks],
+            "order": order.to(device),
+            "scoring": torch.cat(self.scoring).to(device),
+            "targets": torch.cat(self.targets).to(device),
+            "slots": torch.cat(self.slots).to(device),
+            "weights": torch.cat(self.weights).to(device),
+            "shape": (n, c),
+            "padded_tokens": n * (self.prompt_ids.shape[1] + c),
+        }
 
     def _families(self) -> Iterator[list[int]]:
         """Neighbouring rows of one group with the same prompt."""
@@ -278,7 +313,7 @@ def stream_attention(
         key: [1, K, T, D], K dividing H.
         value: [1, K, T, E].
         attention_mask: ignored for a stream, which knows who sees whom.
-        stream: the layout; None means an ordinary batch.
+        stream: the layout, which computes its own attention; None means an ordinary batch.
         scaling: factor of the dot products; D ** -0.5 when left out.
         dropout: rate of attention dropout; must be 0 for a stream.
         delegate: name of the implementation that ordinary batches use.
@@ -292,25 +327,8 @@ def stream_attention(
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if dropout:
         raise ValueError("the token stream computes no attention dropout")
-    stream.calls += 1
     rules = Rules(scaling, kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
-    # [T, heads, D] row by row: the pieces below are slices or gathers of rows.
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    pieces = []
-    for start, length in stream.prompts:
-        span = slice(start, start + length)
-        pieces.append(rules.attend(q[span][None], k[span][None], v[span][None], 0)[0])
-    for block in stream.blocks:
-        queries, keys, values = (
-            states.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape) for states in (q, k, v)
-        )
-        if block.prompt_len:
-            span = slice(block.prompt_start, block.prompt_start + block.prompt_len)
-            shared = (len(block.tokens), -1, -1, -1)
-            keys = torch.cat([k[span][None].expand(shared), keys], dim=1)
-            values = torch.cat([v[span][None].expand(shared), values], dim=1)
-        pieces.append(rules.attend(queries, keys, values, block.prompt_len)[block.real])
-    return torch.cat(pieces).index_select(0, stream.order).unsqueeze(0), None
+    return stream.attend(module, query, key, value, rules), None
 
 
 @dataclass(frozen=True)
@@ -370,17 +388,34 @@ class Rules:
 
     def _attend_in_steps(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """What no fused kernel offers: capped scores and sinks."""
-        repeats, keys = q.shape[1] // k.shape[1], k.shape[2]
+        repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
+        return self.weights(q @ k.transpose(-1, -2), mask, q.shape[-1]).to(v.dtype) @ v
+
+    def weights(self, scores: Tensor, visible: Tensor | None, width: int) -> Tensor:
+        """Attention weights.
+
+        Args:
+            scores: dot products [rows, ..., keys], whose middle dimensions hold the H heads, in order, and queries.
+            visible: broadcastable bool, True where a key is seen; None where all are.
+            width: D, for the default scaling.
+
+        Returns:
+            As ``scores``, at least float32; with sinks they sum to less than 1.
+        """
+        scores = scores * (width**-0.5 if self.scaling is None else self.scaling)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        scores = scores.masked_fill(~mask, -torch.inf)
-        if self.sinks is not None:
-            sink = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, sink], dim=-1)
-        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-        return weights[..., :keys] @ v
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        if self.sinks is None:
+            return scores.softmax(dim=-1, dtype=dtype)
+        heads = scores.shape[1:-1]
+        sinks = self.sinks.to(scores.dtype)
+        sinks = sinks.view(-1, 1).expand(-1, heads.numel() // len(sinks)).reshape(1, *heads, 1)
+        together = torch.cat([scores, sinks.expand(len(scores), *heads, 1)], dim=-1)
+        return together.softmax(dim=-1, dtype=dtype)[..., :-1]
 
 
 def _eager_of(module: nn.Module) -> Any:
@@ -435,10 +470,14 @@ def _attention_dropout(module: nn.Module) -> float:
     return 0.0
 
 
-def why_no_stream(causal_lm: Any) -> str | None:
+def why_no_stream(causal_lm: Any, training: bool = True) -> str | None:
     """What keeps a model off the token stream; None where nothing is known to.
 
     Passing is necessary, not sufficient: a first batch must still be compared with the padded path.
+
+    Args:
+        causal_lm: the model, not a wrapper.
+        training: whether dropout counts.
     """
     config = causal_lm.config.get_text_config()
     if not getattr(causal_lm, "_supports_attention_backend", False) or not causal_lm._can_set_attn_implementation():
@@ -447,7 +486,7 @@ def why_no_stream(causal_lm: Any) -> str | None:
         return "it keeps a recurrent state"
     if "position_ids" not in inspect.signature(causal_lm.forward).parameters:
         return "it takes no position_ids"
-    if any(_attention_dropout(module) > 0 for module in causal_lm.modules()):
+    if training and any(_attention_dropout(module) > 0 for module in causal_lm.modules()):
         return "it trains with attention dropout"
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if others:

@@ -1,23 +1,33 @@
-"""The engine that is always there: `model.generate` on the policy itself."""
+"""Engines that sample from the live policy in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from hf_strategies.modeling.decoding import decoding_error, stream_completions
 from hf_strategies.modeling.generation import eos_token_ids, sample_completions
-from hf_strategies.modeling.sampling import Sampling
-from hf_strategies.rollout.engine import RolloutGroup
+from hf_strategies.modeling.merging import merged_adapter
+from hf_strategies.modeling.sampling import Completion, Sampling
+from hf_strategies.modeling.stream import why_no_stream
+from hf_strategies.rollout.engine import RolloutEngine, RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+# Log-probabilities that should be equal, in nats: float32 noise, and what half precision rounds.
+TOLERANCE, HALF_TOLERANCE = 2e-3, 0.5
 
 
 class GenerateEngine:
-    """Samples from the live policy with `model.generate`.
+    """Samples from the live policy with `model.generate`: always there.
 
     Args:
         tokenizer: for the pad id and the end-of-sequence ids.
-        max_rows: most completions sampled in one call of `generate`; whole groups are kept together.
+        max_rows: most completions sampled at a time; whole groups are kept together.
     """
 
     def __init__(self, tokenizer: Any, max_rows: int = 64) -> None:
@@ -39,25 +49,82 @@ class GenerateEngine:
         noise_keys: Sequence[Sequence[tuple[int, ...]]],
     ) -> list[RolloutGroup]:
         if self._model is None:
-            raise RuntimeError("GenerateEngine.generate was called before sync_weights")
-        base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
-        eos_ids = eos_token_ids(base, self.tokenizer)
+            raise RuntimeError(f"{type(self).__name__}.generate was called before sync_weights")
         groups: list[RolloutGroup] = []
         prompts_per_call = max(1, self.max_rows // n)
-        for start in range(0, len(prompt_ids), prompts_per_call):
-            prompts = list(prompt_ids[start : start + prompts_per_call])
-            keys = noise_keys[start : start + prompts_per_call]
-            completions = sample_completions(
-                self._model,
-                [prompt for prompt in prompts for _ in range(n)],
-                sampling,
-                [key for group in keys for key in group],
-                eos_ids,
-                self.tokenizer.pad_token_id,
-            )
-            for i, prompt in enumerate(prompts):
-                groups.append(RolloutGroup(list(prompt), completions[i * n : (i + 1) * n], self._version))
+        with merged_adapter(self._model):
+            for start in range(0, len(prompt_ids), prompts_per_call):
+                prompts = list(prompt_ids[start : start + prompts_per_call])
+                keys = noise_keys[start : start + prompts_per_call]
+                sampled = self._sample(prompts, n, sampling, keys)
+                for prompt, completions in zip(prompts, sampled, strict=True):
+                    groups.append(RolloutGroup(list(prompt), completions, self._version))
         return groups
+
+    def _sample(
+        self, prompts: list[list[int]], n: int, sampling: Sampling, keys: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Completion]]:
+        completions = sample_completions(
+            self._model,
+            [prompt for prompt in prompts for _ in range(n)],
+            sampling,
+            [key for group in keys for key in group],
+            self._eos_ids(),
+            self.tokenizer.pad_token_id,
+        )
+        return [completions[i * n : (i + 1) * n] for i in range(len(prompts))]
+
+    def _eos_ids(self) -> list[int]:
+        base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
+        return eos_token_ids(base, self.tokenizer)
 
     def close(self) -> None:  # noqa: D102 - see RolloutEngine
         self._model = None
+
+
+class StreamEngine(GenerateEngine):
+    """Samples the same completions with every prompt computed and kept once (see `modeling.decoding`).
+
+    Before the first rollout a few tokens are sampled and scored again by the model's plain forward pass; a model whose
+    numbers differ, or that is known not to fit, is sampled with `model.generate`.
+
+    Args:
+        tokenizer: see `GenerateEngine`.
+        max_rows: see `GenerateEngine`.
+        required: raise instead of falling back.
+    """
+
+    def __init__(self, tokenizer: Any, max_rows: int = 64, required: bool = False) -> None:
+        super().__init__(tokenizer, max_rows)
+        self.required = required
+        self._usable: bool | None = None
+
+    def _sample(
+        self, prompts: list[list[int]], n: int, sampling: Sampling, keys: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Completion]]:
+        if self._usable is None:
+            self._usable = self._try(prompts[0], sampling.temperature)
+        if not self._usable:
+            return super()._sample(prompts, n, sampling, keys)
+        return stream_completions(self._model, prompts, n, sampling, keys, self._eos_ids())
+
+    def _try(self, prompt: list[int], temperature: float) -> bool:
+        base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
+        reason = why_no_stream(base, training=False)
+        if reason is None:
+            error = decoding_error(self._model, prompt, temperature)
+            if error <= (HALF_TOLERANCE if base.dtype.itemsize < 4 else TOLERANCE):
+                return True
+            reason = f"its log-probabilities while sampling are off by {error:.2g} nats"
+        message = f"{type(base).__name__} cannot be sampled with rollout_engine='stream': {reason}"
+        if self.required:
+            raise ValueError(f"{message}; use 'auto' or 'generate'")
+        logger.warning("%s; sampling with model.generate", message)
+        return False
+
+
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {
+    "auto": StreamEngine,
+    "stream": partial(StreamEngine, required=True),
+    "generate": GenerateEngine,
+}

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from hf_strategies.modeling.sampling import Sampling
 from hf_strategies.options import Options, option
-
-ENGINES = ("auto", "generate")
+from hf_strategies.rollout.hf_engine import ENGINES
 
 
 @dataclass
@@ -36,7 +35,11 @@ class RolloutOptions(Options):
         "Most optimizer steps between sampling and use; unset: what the reuse settings need.",
     )
     reward_weights: list[float] | None = option(None, "One weight per reward; unset: all 1.")
-    rollout_engine: str = option("auto", "What samples: auto or generate (model.generate).")
+    rollout_engine: str = option(
+        "auto",
+        "What samples: stream (every prompt computed once), generate (model.generate), auto (stream where the model "
+        "allows it).",
+    )
     rollout_batch_size: int = option(64, "Most completions sampled in one generate call; groups stay together.")
     log_completions: bool = option(False, "Print sample completions when metrics are logged.")
     num_completions_to_print: int | None = option(None, "Completions to print; unset: all of the last rollout.")
@@ -69,7 +72,7 @@ class RolloutOptions(Options):
             self.require_number("temperature_eval", 0.0)
         if self.min_p is not None:
             self.require_number("min_p", 0.0, 1.0)
-        self.require_one_of("rollout_engine", ENGINES)
+        self.require_one_of("rollout_engine", tuple(ENGINES))
 
     def sampling(self) -> Sampling:
         """How training rollouts are drawn."""

@@ -38,7 +38,7 @@ from hf_strategies.reporting.completions import print_completions
 from hf_strategies.reporting.metrics import MetricStore
 from hf_strategies.reporting.progress import StrategyProgress
 from hf_strategies.rollout.callback import Rollout, RolloutCallback
-from hf_strategies.rollout.hf_engine import GenerateEngine
+from hf_strategies.rollout.hf_engine import ENGINES
 from hf_strategies.rollout.options import RolloutOptions
 from hf_strategies.stats import Mean
 from hf_strategies.strategies import Strategy, get_entry
@@ -144,7 +144,7 @@ class StrategyTrainer(CheckpointMixin):
             if data.train is not None:
                 check_one_rollout(data.train, rollout_args)
             self.rollouts = RolloutCallback(
-                GenerateEngine(tokenizer, rollout_args.rollout_batch_size),
+                ENGINES[rollout_args.rollout_engine](tokenizer, rollout_args.rollout_batch_size),
                 resolve_rewards(
                     reward_funcs,
                     rollout_args.reward_weights,

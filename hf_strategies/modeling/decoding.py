@@ -1,0 +1,252 @@
+"""Completions with every prompt computed and kept once: the fast way to sample groups.
+
+The prompts of a chunk go through the model as one token stream, and their keys and values stay as they are, one copy
+per prompt. Each decoding step then attends with the queries of all completions of a prompt to that one copy, and with
+each to its own tokens in a buffer that is there from the start. Finished rows leave. What is drawn is decided by the
+same sampler as in `generation`, from the same noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_strategies.batch import Batch, Row
+from hf_strategies.modeling.forward import Forward
+from hf_strategies.modeling.generation import generating
+from hf_strategies.modeling.sampling import Completion, Sampling, TokenSampler, completions_of, row_noise
+from hf_strategies.modeling.stream import Rules, Stream, enable_stream, streaming
+
+# Rows are taken out of the buffers once this part of them is done: each time costs a copy of what the others hold.
+DONE_BEFORE_LEAVING = 0.25
+
+
+@dataclass
+class Prefill(Stream):
+    """Prompts as a stream whose keys and values are kept.
+
+    Attributes:
+        kept: attention layer -> keys [K, T, D] and values [K, T, E].
+    """
+
+    kept: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of_prompts(cls, prompts: Sequence[Sequence[int]], device: torch.device) -> Prefill:
+        """Lay prompts out one after another; the logits that follow each of them are asked for."""
+        stream = cls.of(Batch.from_rows([Row(prompt, [], group=i) for i, prompt in enumerate(prompts)]).to(device))
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        stream.scoring = lengths.cumsum(0) - 1
+        return stream
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+        """See `Stream.attend`."""
+        self.kept[layer] = (key[0], value[0])
+        return super().attend(layer, query, key, value, rules)
+
+
+class Decoding:
+    """Keys and values while rows are decoded, token by token.
+
+    Args:
+        prefill: the prompts, after they went through the model.
+        lengths: tokens of each prompt.
+        n: completions per prompt.
+        capacity: most tokens of a completion.
+    """
+
+    def __init__(self, prefill: Prefill, lengths: Sequence[int], n: int, capacity: int) -> None:
+        device = prefill.input_ids.device
+        self.capacity = capacity
+        self.step = 0
+        self.calls = 0
+        self.longest = max(lengths)
+        self.lengths = torch.tensor(lengths, device=device)
+        # Row r is completion r % n of prompt r // n. `slots` are the rows that are still decoded.
+        self.n = n
+        self.slots = torch.arange(len(lengths) * n, device=device)
+        column = torch.arange(self.longest, device=device)
+        self.ragged = bool((self.lengths < self.longest).any())
+        self.prompt_real = column < self.lengths.unsqueeze(1)
+        starts = prefill.scoring + 1 - self.lengths
+        index = (starts.unsqueeze(1) + torch.minimum(column, self.lengths.unsqueeze(1) - 1)).flatten()
+        shape = (len(lengths), self.longest)
+        # [B, K, P, D], padded on the right by repeating the last token, which is masked.
+        self.shared = {
+            layer: tuple(states.index_select(1, index).unflatten(1, shape).transpose(0, 1) for states in kept)
+            for layer, kept in prefill.kept.items()
+        }
+        self.own: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[rows, 1] positions of the tokens that are fed next."""
+        return (self.lengths[self.slots // self.n] + self.step).unsqueeze(1)
+
+    def inputs(self, tokens: Tensor) -> dict[str, Any]:
+        """Keyword arguments of the model for one step: the rows' newest tokens [rows]."""
+        return {"input_ids": tokens.unsqueeze(1), "position_ids": self.position_ids, "stream": self}
+
+    def keep(self, remaining: Tensor) -> None:
+        """Go on with some of the rows.
+
+        Args:
+            remaining: [k] long, which of the present rows stay.
+        """
+        self.slots = self.slots[remaining]
+        for layer, (keys, values) in self.own.items():
+            self.own[layer] = (self._moved(keys, remaining), self._moved(values, remaining))
+
+    def _moved(self, states: Tensor, remaining: Tensor) -> Tensor:
+        moved = states.new_empty(len(remaining), *states.shape[1:])
+        moved[:, :, : self.step] = states[:, :, : self.step].index_select(0, remaining)
+        return moved
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+        """Attention of one new token per row to the row's prompt and to what it has sampled so far.
+
+        Args:
+            layer: attention layer.
+            query: [rows, H, 1, D].
+            key: [rows, K, 1, D], K dividing H.
+            value: [rows, K, 1, E].
+            rules: of the layer.
+
+        Returns:
+            [rows, 1, H, E].
+        """
+        self.calls += 1
+        rows, heads, _, width = query.shape
+        kv_heads = key.shape[1]
+        if layer not in self.own:
+            self.own[layer] = (
+                key.new_empty(rows, kv_heads, self.capacity, width),
+                value.new_empty(rows, kv_heads, self.capacity, value.shape[-1]),
+            )
+        own_keys, own_values = self.own[layer]
+        own_keys[:, :, self.step], own_values[:, :, self.step] = key[:, :, 0], value[:, :, 0]
+        own_keys, own_values = own_keys[:, :, : self.step + 1], own_values[:, :, : self.step + 1]
+        shared_keys, shared_values = self.shared[layer]
+        queries = query.view(rows, kv_heads, heads // kv_heads, width)
+        scores = torch.cat(
+            [
+                self._apart(self._together(queries) @ shared_keys.transpose(-1, -2)),
+                queries @ own_keys.transpose(-1, -2),
+            ],
+            dim=-1,
+        )
+        weights = rules.weights(scores, self._visible(rules.window), width).to(value.dtype)
+        shared_weights, own_weights = weights.split([self.longest, self.step + 1], dim=-1)
+        out = self._apart(self._together(shared_weights) @ shared_values) + own_weights @ own_values
+        return out.reshape(rows, 1, heads, -1)
+
+    def _together(self, states: Tensor) -> Tensor:
+        """[rows, K, r, X] -> [B, K, n * r, X]: the rows of a prompt side by side, those that left as zeros."""
+        prompts = len(self.lengths)
+        if len(states) < prompts * self.n:
+            states = states.new_zeros(prompts * self.n, *states.shape[1:]).index_copy(0, self.slots, states)
+        return states.unflatten(0, (prompts, self.n)).transpose(1, 2).flatten(2, 3)
+
+    def _apart(self, states: Tensor) -> Tensor:
+        """[B, K, n * r, X] -> [rows, K, r, X], the inverse of `_together`."""
+        states = states.unflatten(2, (self.n, -1)).transpose(1, 2).flatten(0, 1)
+        return states if len(self.slots) == len(states) else states.index_select(0, self.slots)
+
+    def _visible(self, window: int | None) -> Tensor | None:
+        """[rows, 1, 1, P + step + 1] bool, True where a row's new token sees a key; None where it sees all."""
+        windowed = window is not None and window <= self.longest + self.step
+        if not windowed and not self.ragged:
+            return None
+        prompts = self.slots // self.n
+        own = torch.arange(self.step + 1, device=self.slots.device)
+        real = torch.cat(
+            [self.prompt_real[prompts], torch.ones_like(own, dtype=torch.bool).expand(len(prompts), -1)], 1
+        )
+        if windowed:
+            assert window is not None
+            lengths = self.lengths[prompts].unsqueeze(1)
+            at = torch.cat([torch.arange(self.longest, device=own.device).expand(len(prompts), -1), lengths + own], 1)
+            real &= at > lengths + self.step - window
+        return real[:, None, None, :]
+
+
+def stream_completions(
+    causal_lm: Any,
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    sampling: Sampling,
+    noise_keys: Sequence[Sequence[tuple[int, ...]]],
+    eos_ids: Sequence[int],
+) -> list[list[Completion]]:
+    """Sample ``n`` completions of every prompt.
+
+    Args:
+        causal_lm: unwrapped model, PEFT or plain, of which the token stream is right.
+        prompts: token ids of B prompts.
+        n: completions per prompt.
+        sampling: the options.
+        noise_keys: [B][n], see `row_noise`.
+        eos_ids: ids that end a completion.
+
+    Returns:
+        B lists of ``n`` completions, in order.
+    """
+    device = next(causal_lm.parameters()).device
+    base = causal_lm.get_base_model() if hasattr(causal_lm, "get_base_model") else causal_lm
+    enable_stream(base)
+    rows = len(prompts) * n
+    noise = row_noise([key for group in noise_keys for key in group], sampling.max_new_tokens).to(device)
+    sampler = TokenSampler(sampling, noise, [prompt for prompt in prompts for _ in range(n)], eos_ids)
+    ends = torch.tensor(list(eos_ids), dtype=torch.long, device=device)
+    ids = torch.zeros(rows, sampling.max_new_tokens, dtype=torch.long, device=device)
+    logprobs = torch.zeros(rows, sampling.max_new_tokens, dtype=torch.float64, device=device)
+    sizes = torch.zeros(rows, dtype=torch.long)
+    with generating(causal_lm), streaming():
+        prefill = Prefill.of_prompts(prompts, device)
+        outputs = causal_lm(**prefill.inputs(True, True), use_cache=False)
+        prefill.check_used()
+        logits = outputs["logits"][0].repeat_interleave(n, dim=0)
+        decoding = Decoding(prefill, [len(prompt) for prompt in prompts], n, sampling.max_new_tokens)
+        prefill.kept = {}
+        done = torch.zeros(rows, dtype=torch.bool, device=device)  # of the rows that are still decoded
+        while True:
+            tokens, token_logprobs = sampler.next(logits, decoding.slots)
+            step = decoding.step
+            ids[decoding.slots, step], logprobs[decoding.slots, step] = tokens, token_logprobs.double()
+            sizes[decoding.slots[~done].cpu()] = step + 1
+            done = done | torch.isin(tokens, ends)
+            if step + 1 == sampling.max_new_tokens or bool(done.all()):
+                break
+            if float(done.double().mean()) >= DONE_BEFORE_LEAVING:
+                remaining = (~done).nonzero().squeeze(1)
+                decoding.keep(remaining)
+                tokens, done = tokens[remaining], done[remaining]
+            logits = causal_lm(**decoding.inputs(tokens), use_cache=False)["logits"][:, -1]
+            decoding.step += 1
+    sampled, kept = ids.cpu().tolist(), logprobs.cpu().tolist()
+    cut = [(sampled[r][: int(sizes[r])], kept[r][: int(sizes[r])]) for r in range(rows)]
+    completions = completions_of([row for row, _ in cut], [values for _, values in cut], eos_ids)
+    return [completions[i * n : (i + 1) * n] for i in range(len(prompts))]
+
+
+def decoding_error(causal_lm: Any, prompt: Sequence[int], temperature: float, tokens: int = 8) -> float:
+    """Largest difference, in nats, between log-probabilities kept while sampling and those of a plain forward pass.
+
+    Args:
+        causal_lm: see `stream_completions`.
+        prompt: token ids to try.
+        temperature: of the sampling.
+        tokens: sampled tokens per completion.
+    """
+    sampling = Sampling(max_new_tokens=tokens, temperature=temperature)
+    (completions,) = stream_completions(causal_lm, [prompt], 2, sampling, [[(0,), (1,)]], ())
+    batch = Batch.from_rows([Row(prompt, c.ids, sampling_logprobs=c.logprobs) for c in completions])
+    batch = batch.to(next(causal_lm.parameters()).device)
+    with generating(causal_lm):
+        scored = Forward(causal_lm, temperature)(causal_lm, batch).policy.logprobs
+    assert batch.sampling_logprobs is not None
+    return float((scored - batch.sampling_logprobs).abs().max())
