@@ -338,9 +338,11 @@ class PolicyOutput:
         entropy: [N, C] entropy of the distribution each completion token was drawn from, in nats; detached.
         vocab_mean_logprobs: [N, C] mean of the log-probabilities of all V tokens (label smoothing needs it).
         values: [N, C] critic's value of the state before each completion token, in reward units.
+        computed: [N] bool, False for rows that were skipped because no gradient can come from them; None: none was.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     vocab_mean_logprobs: Tensor | None = None
     values: Tensor | None = None
+    computed: Tensor | None = None

@@ -38,7 +38,8 @@ class Prefill(Stream):
     @classmethod
     def of_prompts(cls, prompts: Sequence[Sequence[int]], device: torch.device) -> Prefill:
         """Lay prompts out one after another; the logits that follow each of them are asked for."""
-        stream = cls.of(Batch.from_rows([Row(prompt, [], group=i) for i, prompt in enumerate(prompts)]).to(device))
+        batch = Batch.from_rows([Row(prompt, [], group=i) for i, prompt in enumerate(prompts)]).to(device)
+        stream = cls.of(batch, untrained=True)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         stream.scoring = lengths.cumsum(0) - 1
         return stream

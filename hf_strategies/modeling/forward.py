@@ -141,7 +141,8 @@ class Forward:
         Returns:
             Numbers of shape [N, C].
         """
-        layout = Stream.of(batch) if self.stream else Padded(batch)
+        # A router counts every token, whether it trains or not.
+        layout = Stream.of(batch, untrained=self.is_moe) if self.stream else Padded(batch)
         inputs = layout.inputs(self.takes_positions, self.keeps_logits)
         inputs["use_cache"] = False
         if router and self.is_moe:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -85,9 +85,14 @@ class Stream:
     calls: int = 0
 
     @classmethod
-    def of(cls, batch: Batch) -> Self:
-        """Lay a batch out. Neighbouring rows of a group share their prompt if it is the same."""
-        return cls(**_Builder(batch).build())
+    def of(cls, batch: Batch, *, untrained: bool = False) -> Self:
+        """Lay a batch out. Neighbouring rows of a group share their prompt if it is the same.
+
+        Args:
+            batch: N rows.
+            untrained: also lay out rows of which no token trains; nobody sees them but themselves.
+        """
+        return cls(**_Builder(batch, untrained).build())
 
     @property
     def num_tokens(self) -> int:
@@ -168,8 +173,9 @@ def trained_tokens(batch: Batch) -> Tensor:
 class _Builder:
     """Collects a batch's sequences into a `Stream`."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, untrained: bool) -> None:
         self.batch = batch
+        self.untrained = untrained
         self.prompt_ids = batch.prompt_ids.cpu()
         self.completion_ids = batch.completion_ids.cpu()
         self.prompt_lens = batch.prompt_mask.sum(dim=1).tolist()
@@ -189,7 +195,12 @@ class _Builder:
         prompts: list[tuple[int, int]] = []
         blocks: list[Block] = []
         alone: list[tuple[int, int]] = []
-        for family in self._families():
+        if not (self.batch.loss_mask & self.batch.completion_mask).any() and not self.untrained:
+            alone.append(self._add_stub())
+            families: Iterable[list[int]] = []
+        else:
+            families = self._families()
+        for family in families:
             if len(family) == 1:
                 alone.append(self._add_row(family[0]))
                 continue
@@ -218,10 +229,11 @@ class _Builder:
         }
 
     def _families(self) -> Iterator[list[int]]:
-        """Neighbouring rows of one group with the same prompt."""
+        """Neighbouring rows of one group with the same prompt, among those that are laid out."""
         groups = self.batch.group.tolist()
         family: list[int] = []
-        for row in range(self.batch.num_rows):
+        laid_out = self.trains.any(dim=1) | self.untrained
+        for row in laid_out.nonzero().flatten().tolist():
             if family and groups[row] == groups[family[0]] and self._same_prompt(row, family[0]):
                 family.append(row)
                 continue
@@ -264,6 +276,12 @@ class _Builder:
         start = self._append(torch.cat([prompt, completion]), 0, int(self.in_group[row]))
         self._score(row, before_first=start + len(prompt) - 1, start=start + len(prompt))
         return start, len(prompt) + len(completion)
+
+    def _add_stub(self) -> tuple[int, int]:
+        """A single token, for the graph of a batch that trains nothing."""
+        start = self._append(self._prompt(0)[-1:], 0, 0)
+        self._score(0, before_first=start, start=start + 1)
+        return start, 1
 
     def _score(self, row: int, before_first: int, start: int) -> None:
         """Token j of a completion is scored one position before it, the first one by the last prompt token."""

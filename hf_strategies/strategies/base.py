@@ -75,6 +75,13 @@ class Strategy(ABC):
         """
         return batch.loss_mask.sum().to(torch.float64)
 
+    def idle_rows(self, batch: Batch) -> Tensor:
+        """[N] bool, rows from which no gradient can come whatever the policy says: they need not be computed.
+
+        They count in the denominator all the same. None by default.
+        """
+        return torch.zeros(batch.num_rows, dtype=torch.bool, device=batch.device)
+
     @abstractmethod
     def loss(self, policy: PolicyOutput, batch: Batch, num_items: Tensor) -> tuple[Tensor, Metrics]:
         """This micro-batch's share of the step's loss.
@@ -91,3 +98,11 @@ class Strategy(ABC):
     def share(self, loss: Tensor, batch: Batch, num_items: Tensor) -> Mean:
         """A loss share as a metric whose parts add up to the step's value."""
         return Mean(loss.detach().double() * num_items.to(loss.device), self.count_items(batch))
+
+    @staticmethod
+    def entropy_metric(policy: PolicyOutput, mask: Tensor) -> Metrics:
+        """Mean entropy of the trained tokens that were computed, if it was asked for."""
+        if policy.entropy is None:
+            return {}
+        computed = mask if policy.computed is None else mask & policy.computed.unsqueeze(-1)
+        return {"entropy": Mean.of(policy.entropy, computed)}

@@ -89,6 +89,12 @@ class GRPO(Strategy):
     def count_items(self, batch: Batch) -> Tensor:  # noqa: D102 - see Strategy
         return f.count_items(batch.loss_mask, self.options.loss_type, self.options.max_completion_length)
 
+    def idle_rows(self, batch: Batch) -> Tensor:
+        """Rows without advantage, as those of a group of equal rewards, where no KL term pulls at them."""
+        if batch.advantages is None or self.needs_reference:
+            return super().idle_rows(batch)
+        return ~(batch.advantages.ne(0) & batch.loss_mask).any(dim=-1)
+
     def loss(self, policy: PolicyOutput, batch: Batch, num_items: Tensor) -> tuple[Tensor, Metrics]:  # noqa: D102
         assert batch.advantages is not None
         o, mask = self.options, batch.loss_mask
@@ -104,6 +110,5 @@ class GRPO(Strategy):
             loss = loss + o.beta * f.aggregate(kl, mask, num_items, o.loss_type)
             metrics["kl"] = Mean.of(kl, mask)
         metrics |= f.clip_metrics(ratio.detach(), batch.advantages, mask, o.epsilon, epsilon_high)
-        if policy.entropy is not None:
-            metrics["entropy"] = Mean.of(policy.entropy, mask)
+        metrics |= self.entropy_metric(policy, mask)
         return loss, metrics

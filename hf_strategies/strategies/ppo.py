@@ -106,6 +106,5 @@ class PPO(Strategy):
             "value_loss": self.share(value_loss, batch, num_items),
             **f.clip_metrics(ratio.detach(), batch.advantages, mask, o.epsilon, o.epsilon),
         }
-        if policy.entropy is not None:
-            metrics["entropy"] = Mean.of(policy.entropy, mask)
+        metrics |= self.entropy_metric(policy, mask)
         return policy_loss + o.vf_coef * value_loss, metrics

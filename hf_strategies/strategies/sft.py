@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_strategies import functional as f
 from hf_strategies.batch import Batch, PolicyOutput
 from hf_strategies.options import Options, option
-from hf_strategies.stats import Mean, Metrics
+from hf_strategies.stats import Metrics
 from hf_strategies.strategies.base import Strategy
 
 
@@ -46,6 +46,5 @@ class SFT(Strategy):
         nll = f.smoothed_nll(policy.logprobs, policy.vocab_mean_logprobs, self.options.label_smoothing)
         loss = f.aggregate(nll, batch.loss_mask, num_items, "dapo")
         metrics: Metrics = {"task_loss": self.share(loss, batch, num_items)}
-        if policy.entropy is not None:
-            metrics["entropy"] = Mean.of(policy.entropy, batch.loss_mask)
+        metrics |= self.entropy_metric(policy, batch.loss_mask)
         return loss, metrics

@@ -309,14 +309,18 @@ class StrategyTrainer(CheckpointMixin):
         num_items = num_items_in_batch
         if not isinstance(num_items, Tensor):
             num_items = self.strategy.count_items(batch).clamp(min=1)
+        idle = self.strategy.idle_rows(batch)
+        if self.forward_pass.is_moe or not model.training:
+            idle = torch.zeros_like(idle)  # a router's loss comes from every row; an evaluation reports on all of them
         result = self.forward_pass(
             model,
-            batch,
+            batch.replace(loss_mask=batch.loss_mask & ~idle.unsqueeze(-1)),
             entropy=True,
             vocab_mean=self.strategy.needs_vocab_mean,
             values=self.strategy.needs_critic,
             router=True,
         )
+        result.policy.computed = ~idle
         loss, metrics = self.strategy.loss(result.policy, batch, num_items)
         metrics["stream/sharing_factor"] = Mean(
             torch.tensor(float(result.padded_tokens)), torch.tensor(result.computed_tokens)
