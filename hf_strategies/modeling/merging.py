@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -22,8 +23,8 @@ def merged_adapter(model: Any) -> Iterator[bool]:
 
     Args:
         model: unwrapped model; left as it is without an adapter, with one that is more than products of two matrices
-            (DoRA, biases, saved modules), and on weights that are quantised, sharded, or of half precision, whose
-            rounding would swallow small updates.
+            (DoRA, biases, saved modules), and on weights that are quantised, sharded, used by another layer too (a
+            tied head), or of half precision, whose rounding would swallow small updates.
 
     Yields:
         Whether the adapter was merged.
@@ -54,6 +55,7 @@ def _mergeable(model: PeftModel) -> list[LoraLinear] | None:
         return None
     if getattr(config, "bias", "none") != "none" or getattr(config, "lora_bias", False):
         return None
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     layers: list[LoraLinear] = []
     for module in model.modules():
         if not isinstance(module, BaseTunerLayer):
@@ -64,7 +66,7 @@ def _mergeable(model: PeftModel) -> list[LoraLinear] | None:
             continue
         weight = module.get_base_layer().weight
         sharded = hasattr(weight, "ds_id") or getattr(weight, "device_mesh", None) is not None
-        if sharded or weight.dtype not in (torch.float32, torch.float64):
+        if sharded or uses[id(weight)] > 1 or weight.dtype not in (torch.float32, torch.float64):
             return None
         layers.append(module)
     return layers

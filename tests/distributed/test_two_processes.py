@@ -20,6 +20,9 @@ REPLAYED = [
     *NAMES,
     "dpo:adapter_off",
     "dpo:adapter_copy",
+    # Pitfall A-35: layers that run again in the backward pass, under DDP.
+    "dpo:checkpointing",
+    "online_grpo:checkpointing",
     "grpo:adapter_off",
     "online_grpo:adapter_off",
     "online_ppo:adapter_copy",

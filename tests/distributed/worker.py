@@ -70,6 +70,13 @@ def scenario(name: str, world: int) -> dict[str, Any]:
         options |= {"engine": None, "temperature": 0.8}
     elif special == "adapter_off":
         options |= {"model": lora(policy("gpt2"), nonzero=False), "trainer": {}}
+    elif special == "checkpointing":
+        options |= {
+            "model": lora(policy("llama"), nonzero=False),
+            "trainer": {},
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        }
     elif special == "adapter_copy":
         options |= {"model": lora(policy("llama")), "trainer": {}}
     elif special == "reuse":

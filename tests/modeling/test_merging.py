@@ -86,3 +86,15 @@ def test_what_is_not_merged() -> None:
         with torch.no_grad(), merged_adapter(model) as merged:
             assert not merged
             torch.testing.assert_close(model(IDS).logits, expected, atol=0, rtol=0)
+
+
+def test_a_tied_head_is_not_merged() -> None:
+    """Pitfall F-81: the head's adapter would move the input embedding too."""
+    for tied in (True, False):
+        base = make_model("llama", tie_word_embeddings=tied)
+        base.tie_weights()
+        model = lora(base, target_modules=["lm_head", "q_proj"]).eval()
+        expected = model(IDS).logits
+        with torch.no_grad(), merged_adapter(model) as merged:
+            assert merged is not tied
+            torch.testing.assert_close(model(IDS).logits, expected, atol=1e-4, rtol=1e-4)
