@@ -160,6 +160,46 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, epsilon: float, epsilon
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
+SAMPLER_CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def sampler_weights(
+    old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, how: str, low: float, high: float
+) -> Tensor:
+    """Importance weights w = p_trainer / p_sampler for tokens that another precision or engine sampled.
+
+    Args:
+        old_logprobs: [N, C] of the policy that was sampled, as the training path computes it.
+        sampling_logprobs: [N, C] of the distribution that was really sampled from.
+        mask: [N, C] bool.
+        how: ``token_truncate``, w at most ``high`` (TIS, Yao et al. 2025); ``token_mask``, w where it lies within
+            [low, high] and 0 elsewhere (IcePop); ``sequence_truncate`` and ``sequence_mask``, the same with the
+            product of a row's token weights and ``high`` alone; ``off``, 1.
+        low: lower bound of ``token_mask``.
+        high: upper bound.
+
+    Returns:
+        [N, C], detached; 1 where masked.
+
+    Raises:
+        ValueError: another ``how``.
+    """
+    with torch.no_grad():
+        difference = log_ratio(old_logprobs, sampling_logprobs, mask)
+        if how == "off":
+            return torch.ones_like(difference)
+        if how not in SAMPLER_CORRECTIONS:
+            raise ValueError(f"sampler correction {how!r}: allowed are {SAMPLER_CORRECTIONS}")
+        if how.startswith("sequence"):
+            total = difference.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            difference = torch.where(mask, total, torch.zeros_like(difference))
+        weights = difference.exp()
+        if how.endswith("truncate"):
+            return weights.clamp(max=high)
+        inside = (weights <= high) & ((weights >= low) | how.startswith("sequence"))
+        return torch.where(inside, weights, torch.zeros_like(weights))
+
+
 def clip_metrics(ratio: Tensor, advantages: Tensor, mask: Tensor, epsilon: float, epsilon_high: float) -> Metrics:
     """Shares of the masked-in tokens whose gradient the clip removed.
 

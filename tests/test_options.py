@@ -166,7 +166,8 @@ WHOLE = "a whole number >= "
         ("top_p", 1.1, "is a number > 0.0 and <= 1.0"),
         ("min_p", 1.1, "is a number >= 0.0 and <= 1.0"),
         ("repetition_penalty", 0.0, "is a number > 0.0"),
-        ("rollout_engine", "magic", "are 'auto', 'generate'"),
+        ("rollout_engine", "magic", "are 'auto', 'stream', 'generate'"),
+        ("rollout_dtype", "fp8", "are None, 'float32', 'bfloat16', 'float16'"),
     ],
 )
 def test_rollout_options(name: str, value: object, allowed: str) -> None:

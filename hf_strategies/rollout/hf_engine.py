@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_strategies.modeling.decoding import decoding_error, stream_completions
 from hf_strategies.modeling.generation import eos_token_ids, sample_completions
-from hf_strategies.modeling.merging import merged_adapter
 from hf_strategies.modeling.sampling import Completion, Sampling
+from hf_strategies.modeling.sampling_weights import sampling_weights
 from hf_strategies.modeling.stream import why_no_stream
 from hf_strategies.rollout.engine import RolloutEngine, RolloutGroup
 
@@ -28,11 +29,13 @@ class GenerateEngine:
     Args:
         tokenizer: for the pad id and the end-of-sequence ids.
         max_rows: most completions sampled at a time; whole groups are kept together.
+        dtype: precision of the weights while sampling; None: the policy's own.
     """
 
-    def __init__(self, tokenizer: Any, max_rows: int = 64) -> None:
+    def __init__(self, tokenizer: Any, max_rows: int = 64, dtype: torch.dtype | None = None) -> None:
         self.tokenizer = tokenizer
         self.max_rows = max_rows
+        self.dtype = dtype
         self._model: Any = None
         self._version = 0
 
@@ -52,7 +55,7 @@ class GenerateEngine:
             raise RuntimeError(f"{type(self).__name__}.generate was called before sync_weights")
         groups: list[RolloutGroup] = []
         prompts_per_call = max(1, self.max_rows // n)
-        with merged_adapter(self._model):
+        with sampling_weights(self._model, self.dtype):
             for start in range(0, len(prompt_ids), prompts_per_call):
                 prompts = list(prompt_ids[start : start + prompts_per_call])
                 keys = noise_keys[start : start + prompts_per_call]
@@ -91,11 +94,14 @@ class StreamEngine(GenerateEngine):
     Args:
         tokenizer: see `GenerateEngine`.
         max_rows: see `GenerateEngine`.
+        dtype: see `GenerateEngine`.
         required: raise instead of falling back.
     """
 
-    def __init__(self, tokenizer: Any, max_rows: int = 64, required: bool = False) -> None:
-        super().__init__(tokenizer, max_rows)
+    def __init__(
+        self, tokenizer: Any, max_rows: int = 64, dtype: torch.dtype | None = None, required: bool = False
+    ) -> None:
+        super().__init__(tokenizer, max_rows, dtype)
         self.required = required
         self._usable: bool | None = None
 

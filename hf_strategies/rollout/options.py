@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hf_strategies.modeling.sampling import Sampling
 from hf_strategies.options import Options, option
 from hf_strategies.rollout.hf_engine import ENGINES
@@ -41,6 +43,9 @@ class RolloutOptions(Options):
         "allows it).",
     )
     rollout_batch_size: int = option(64, "Most completions sampled in one generate call; groups stay together.")
+    rollout_dtype: str | None = option(
+        None, "Precision of the weights while sampling: float32, bfloat16, float16; unset: the policy's own."
+    )
     log_completions: bool = option(False, "Print sample completions when metrics are logged.")
     num_completions_to_print: int | None = option(None, "Completions to print; unset: all of the last rollout.")
 
@@ -72,7 +77,13 @@ class RolloutOptions(Options):
             self.require_number("temperature_eval", 0.0)
         if self.min_p is not None:
             self.require_number("min_p", 0.0, 1.0)
+        self.require_one_of("rollout_dtype", (None, "float32", "bfloat16", "float16"))
         self.require_one_of("rollout_engine", tuple(ENGINES))
+
+    @property
+    def sampling_dtype(self) -> torch.dtype | None:
+        """Precision of the weights while sampling; None: the policy's own."""
+        return None if self.rollout_dtype is None else getattr(torch, self.rollout_dtype)
 
     def sampling(self) -> Sampling:
         """How training rollouts are drawn."""

@@ -22,10 +22,11 @@ from hf_strategies.batch import Batch, PolicyOutput
 from hf_strategies.options import Options, option
 from hf_strategies.stats import Mean, Metrics
 from hf_strategies.strategies.base import Strategy
+from hf_strategies.strategies.sampler_correction import SamplerCorrectionOptions
 
 
 @dataclass
-class GRPOOptions(Options):
+class GRPOOptions(SamplerCorrectionOptions):
     """Options of GRPO; names and defaults are TRL's."""
 
     beta: float = option(
@@ -101,9 +102,10 @@ class GRPO(Strategy):
         epsilon_high = o.epsilon if o.epsilon_high is None else o.epsilon_high
         old = policy.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         ratio = f.log_ratio(policy.logprobs, old, mask).exp()
-        token_loss = f.clipped_surrogate(ratio, batch.advantages, o.epsilon, epsilon_high)
+        weights, metrics = o.sampler_weights(policy, old, batch, mask)
+        token_loss = weights * f.clipped_surrogate(ratio, batch.advantages, o.epsilon, epsilon_high)
         loss = f.aggregate(token_loss, mask, num_items, o.loss_type)
-        metrics: Metrics = {"policy_loss": self.share(loss, batch, num_items)}
+        metrics["policy_loss"] = self.share(loss, batch, num_items)
         if self.needs_reference:
             assert batch.ref_logprobs is not None
             kl = f.kl_divergence(policy.logprobs, batch.ref_logprobs, mask, "k3")

@@ -21,10 +21,11 @@ from hf_strategies.batch import Batch, PolicyOutput
 from hf_strategies.options import Options, option
 from hf_strategies.stats import Mean, Metrics
 from hf_strategies.strategies.base import Strategy
+from hf_strategies.strategies.sampler_correction import SamplerCorrectionOptions
 
 
 @dataclass
-class PPOOptions(Options):
+class PPOOptions(SamplerCorrectionOptions):
     """Options of PPO."""
 
     epsilon: float = option(0.2, "Clip distance of the policy ratio, in [0, 1] (PPO paper).")
@@ -97,11 +98,12 @@ class PPO(Strategy):
         assert policy.values is not None
         o, mask = self.options, batch.loss_mask
         ratio = f.log_ratio(policy.logprobs, batch.old_logprobs, mask).exp()
-        surrogate = f.clipped_surrogate(ratio, batch.advantages, o.epsilon, o.epsilon)
+        weights, metrics = o.sampler_weights(policy, batch.old_logprobs, batch, mask)
+        surrogate = weights * f.clipped_surrogate(ratio, batch.advantages, o.epsilon, o.epsilon)
         policy_loss = f.aggregate(surrogate, mask, num_items, "dapo")
         error = torch.where(mask, policy.values - batch.returns, torch.zeros_like(policy.values))
         value_loss = f.aggregate(error.square(), mask, num_items, "dapo")
-        metrics: Metrics = {
+        metrics |= {
             "policy_loss": self.share(policy_loss, batch, num_items),
             "value_loss": self.share(value_loss, batch, num_items),
             **f.clip_metrics(ratio.detach(), batch.advantages, mask, o.epsilon, o.epsilon),

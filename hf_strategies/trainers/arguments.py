@@ -12,6 +12,7 @@ from hf_strategies.modeling.forward import ATTENTION_PATHS
 from hf_strategies.options import Options, option
 from hf_strategies.rollout.options import RolloutOptions
 from hf_strategies.strategies import get_entry
+from hf_strategies.strategies.sampler_correction import SamplerCorrectionOptions
 
 T = TypeVar("T", bound=Options)
 
@@ -147,6 +148,15 @@ class OnlineArguments(RolloutOptions, StrategyArguments):
 def options_from(args: Any, options: type[T]) -> T:
     """The part of a config that belongs to ``options``; defaults where the config has no such field."""
     return options(**{f.name: getattr(args, f.name) for f in fields(options) if hasattr(args, f.name)})
+
+
+def strategy_options(args: Any, options: type[T]) -> T:
+    """A strategy's part of a config, with what is ``auto`` there decided by the rest of the config."""
+    chosen = options_from(args, options)
+    if isinstance(chosen, SamplerCorrectionOptions) and chosen.sampler_correction == "auto":
+        other_precision = isinstance(args, OnlineArguments) and args.sampling_dtype is not None
+        chosen.sampler_correction = "token_truncate" if other_precision else "off"
+    return chosen
 
 
 def config_class(name: str) -> type[StrategyArguments]:

@@ -47,6 +47,7 @@ from hf_strategies.trainers.arguments import (
     StrategyArguments,
     config_class,
     options_from,
+    strategy_options,
 )
 from hf_strategies.trainers.checkpoints import CheckpointMixin
 from hf_strategies.trainers.datasets import check_one_rollout, prepare_data
@@ -120,7 +121,7 @@ class StrategyTrainer(CheckpointMixin):
             )
             args._n_gpu = 1
         self.strategy_name = strategy
-        self.strategy: Strategy = entry.strategy(options_from(args, entry.strategy.Options))
+        self.strategy: Strategy = entry.strategy(strategy_options(args, entry.strategy.Options))
         self._check_rewards(reward_funcs, entry.online)
         if ref_model is not None and ref_model is model:
             raise ValueError("ref_model is the policy itself: it would change with every update; leave it unset")
@@ -144,7 +145,9 @@ class StrategyTrainer(CheckpointMixin):
             if data.train is not None:
                 check_one_rollout(data.train, rollout_args)
             self.rollouts = RolloutCallback(
-                ENGINES[rollout_args.rollout_engine](tokenizer, rollout_args.rollout_batch_size),
+                ENGINES[rollout_args.rollout_engine](
+                    tokenizer, rollout_args.rollout_batch_size, rollout_args.sampling_dtype
+                ),
                 resolve_rewards(
                     reward_funcs,
                     rollout_args.reward_weights,

@@ -57,7 +57,10 @@ def chat(user: str, *assistant: str) -> list[dict[str, str]]:
     ],
 )
 def test_shapes(example: dict[str, Any], expected: list[tuple], pad_is_eos: bool) -> None:
-    """Pitfalls C-54, D-63, D-68: the prompt is a prefix and does not train; exactly one end token, trained, also when it is the pad."""
+    """Pitfalls C-54, D-63, D-68: the prompt is a prefix and does not train; exactly one end token does.
+
+    Also when it is the pad token.
+    """
     got = read_rows(example, make_tokenizer(pad_is_eos))
     assert [(list(r.prompt_ids), list(r.completion_ids), r.reward) for r in got] == expected
     batch = collate([{"rows": [vars(r) for r in got]}], PAD)["batch"]

@@ -60,6 +60,7 @@ def test_names_make_strategies_with_their_options(name: str) -> None:
     assert type(strategy.options) is type(strategy).Options
 
 
+UNCORRECTED = {"sampler_correction": "auto", "sampler_correction_min": None, "sampler_correction_max": None}
 DEFAULTS = {
     "sft": {"label_smoothing": 0.0},
     "dpo": {"beta": 0.1, "reduction": "sum"},
@@ -70,8 +71,16 @@ DEFAULTS = {
         "loss_type": "dapo",
         "scale_rewards": "group",
         "max_completion_length": 512,
+        **UNCORRECTED,
     },
-    "online_ppo": {"epsilon": 0.2, "vf_coef": 0.5, "kl_coef": 0.01, "gamma": 1.0, "gae_lambda": 0.95},
+    "online_ppo": {
+        "epsilon": 0.2,
+        "vf_coef": 0.5,
+        "kl_coef": 0.01,
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+        **UNCORRECTED,
+    },
 }
 
 

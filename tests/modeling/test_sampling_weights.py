@@ -11,7 +11,7 @@ from harness import gradients, lora
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_strategies.modeling.merging import merged_adapter
+from hf_strategies.modeling.sampling_weights import sampling_weights
 
 IDS = torch.tensor([[7, 8, 9, 10, 11]])
 
@@ -28,7 +28,7 @@ def test_same_outputs_and_the_very_weights_back(kind: str) -> None:
     pointers = {name: p.data_ptr() for name, p in model.named_parameters()}
     trainable = {name: p.requires_grad for name, p in model.named_parameters()}
     base_layer = next(m for m in model.modules() if hasattr(m, "lora_A")).get_base_layer()
-    with torch.no_grad(), merged_adapter(model) as merged:
+    with torch.no_grad(), sampling_weights(model) as merged:
         assert merged
         assert not torch.equal(base_layer.weight, before_of(before, base_layer, model))
         with model.disable_adapter():
@@ -57,7 +57,7 @@ def test_no_adapter_code_runs_while_merged() -> None:
     model(IDS)
     assert called
     called.clear()
-    with merged_adapter(model):
+    with sampling_weights(model):
         model(IDS)
     assert not called
 
@@ -65,7 +65,7 @@ def test_no_adapter_code_runs_while_merged() -> None:
 def test_weights_come_back_after_an_error() -> None:
     model = lora(make_model("llama"))
     before = snapshot(model)
-    with pytest.raises(RuntimeError, match="stop"), merged_adapter(model):
+    with pytest.raises(RuntimeError, match="stop"), sampling_weights(model):
         raise RuntimeError("stop")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
@@ -83,7 +83,7 @@ def test_what_is_not_merged() -> None:
     for model in cases:
         model.eval()
         expected = model(IDS).logits
-        with torch.no_grad(), merged_adapter(model) as merged:
+        with torch.no_grad(), sampling_weights(model) as merged:
             assert not merged
             torch.testing.assert_close(model(IDS).logits, expected, atol=0, rtol=0)
 
@@ -95,6 +95,6 @@ def test_a_tied_head_is_not_merged() -> None:
         base.tie_weights()
         model = lora(base, target_modules=["lm_head", "q_proj"]).eval()
         expected = model(IDS).logits
-        with torch.no_grad(), merged_adapter(model) as merged:
+        with torch.no_grad(), sampling_weights(model) as merged:
             assert merged is not tied
             torch.testing.assert_close(model(IDS).logits, expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,164 @@
+"""Importance weights for what another precision or engine sampled, by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import f64, make_model, make_tokenizer
+from harness import lora
+from pure import NAN, batch_of, booleans, close, number
+
+from hf_strategies import GRPOConfig, GRPOTrainer, PolicyOutput, PPOConfig, make_strategy
+from hf_strategies import functional as f
+from hf_strategies.strategies.sampler_correction import BOUNDS
+from hf_strategies.trainers.arguments import strategy_options
+
+# Row 0: w = 4, 0.25; row 1: w = 1, a token that does not train, 1.5. Products: 1 and 1.5.
+MASK = [[1, 1, 0], [1, 0, 1]]
+WEIGHTS = [[4.0, 0.25, NAN], [1.0, NAN, 1.5]]
+
+
+def logprobs() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the policy at rollout time, and of the sampler."""
+    old = f64([[-1.0, -2.0, NAN], [-0.5, NAN, -3.0]])
+    return old, old - f64(WEIGHTS).log()
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("off", [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
+        ("token_truncate", [[2.0, 0.25, 1.0], [1.0, 1.0, 1.5]]),
+        ("token_mask", [[4.0, 0.0, 1.0], [1.0, 1.0, 1.5]]),
+        ("sequence_truncate", [[1.0, 1.0, 1.0], [1.5, 1.0, 1.5]]),
+        ("sequence_mask", [[1.0, 1.0, 1.0], [1.5, 1.0, 1.5]]),
+    ],
+)
+def test_weights_by_hand(how: str, expected: list[list[float]]) -> None:
+    """A masked slot holds NaN and weighs 1."""
+    old, sampling = logprobs()
+    close(f.sampler_weights(old, sampling, booleans(MASK), how, *BOUNDS[how]), expected)
+
+
+def test_bounds_of_whole_rows() -> None:
+    """Row 1's product of 1.5 is above 1.2; a product below every bound stays."""
+    old, sampling = logprobs()
+    mask = booleans(MASK)
+    close(f.sampler_weights(old, sampling, mask, "sequence_truncate", 9.0, 1.2), [[1.0] * 3, [1.2, 1.0, 1.2]])
+    close(f.sampler_weights(old, sampling, mask, "sequence_mask", 9.0, 1.2), [[1.0] * 3, [0.0, 1.0, 0.0]])
+
+
+def test_unknown_way() -> None:
+    old, sampling = logprobs()
+    with pytest.raises(ValueError, match="sampler correction 'none': allowed are"):
+        f.sampler_weights(old, sampling, booleans(MASK), "none", 0.0, 1.0)
+
+
+def test_weights_multiply_the_policy_term_alone() -> None:
+    """A = 2 and -1 at ratio 1: token losses -2 w and w; the KL term is not weighted.
+
+    w: 2 (cut), 0.25 | 1, 1.5; policy (-4 - 0.5 + 1 + 1.5) / 4 = -0.5, kl per token k3(ln 2) = 2 - 1 - ln 2.
+    """
+    old, sampling = logprobs()
+    batch = batch_of(booleans(MASK), [0, 0], advantages=f64([[2.0, 2.0, NAN], [-1.0, NAN, -1.0]])).replace(
+        sampling_logprobs=sampling, ref_logprobs=old + math.log(2.0)
+    )
+    strategy = make_strategy("grpo", sampler_correction="token_truncate", beta=0.5)
+    policy = old.clone().requires_grad_()
+    loss, metrics = strategy.loss(PolicyOutput(policy), batch, torch.tensor(4.0))
+    close(loss, -0.5 + 0.5 * (1 - math.log(2.0)))
+    # d/d log p: -A w / 4, and 0.5 (1 - 2) / 4 of the KL term.
+    close(
+        torch.autograd.grad(loss, policy)[0],
+        [[-2 * 2.0 / 4 - 0.125, -2 * 0.25 / 4 - 0.125, 0.0], [1 / 4 - 0.125, 0.0, 1.5 / 4 - 0.125]],
+    )
+    assert number(metrics["sampling/importance_sampling_ratio/mean"]) == pytest.approx((2 + 0.25 + 1 + 1.5) / 4)
+    apart = [math.log(4), math.log(4), 0.0, math.log(1.5)]
+    assert number(metrics["sampling/sampling_logp_difference/mean"]) == pytest.approx(sum(apart) / 4)
+    assert number(metrics["sampling/sampling_logp_difference/max"]) == pytest.approx(math.log(4))
+
+
+def test_ppo_weights_the_policy_and_not_the_critic() -> None:
+    old, sampling = logprobs()
+    batch = batch_of(booleans(MASK), [0, 0], advantages=f64([[2.0, 2.0, NAN], [-1.0, NAN, -1.0]])).replace(
+        sampling_logprobs=sampling, old_logprobs=old, returns=f64([[1.0, 1.0, NAN], [1.0, NAN, 1.0]])
+    )
+    strategy = make_strategy("online_ppo", sampler_correction="token_truncate")
+    values = torch.zeros_like(old)
+    _, metrics = strategy.loss(PolicyOutput(old.clone(), values=values), batch, torch.tensor(4.0))
+    assert number(metrics["policy_loss"]) == pytest.approx(-0.5)
+    assert number(metrics["value_loss"]) == pytest.approx(1.0)
+
+
+def test_nothing_recorded_nothing_corrected() -> None:
+    old, _ = logprobs()
+    batch = batch_of(booleans(MASK), [0, 0], advantages=f64([[2.0, 2.0, NAN], [-1.0, NAN, -1.0]]))
+    loss, metrics = make_strategy("grpo", sampler_correction="token_truncate").loss(
+        PolicyOutput(old), batch, torch.tensor(4.0)
+    )
+    close(loss, (-4 + 2) / 4)
+    assert not [name for name in metrics if name.startswith("sampling/")]
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, PPOConfig])
+def test_auto(config: Any, tmp_path: Any) -> None:
+    """On where another precision samples, off otherwise, and what is asked for in any case."""
+
+    def resolved(**options: Any) -> str:
+        args = config(output_dir=str(tmp_path), use_cpu=True, report_to=[], **options)
+        strategy = "online_ppo" if config is PPOConfig else "online_grpo"
+        return strategy_options(args, type(make_strategy(strategy).options)).sampler_correction
+
+    assert resolved() == "off"
+    assert resolved(rollout_dtype="bfloat16") == "token_truncate"
+    assert resolved(rollout_dtype="bfloat16", sampler_correction="off") == "off"
+    assert resolved(sampler_correction="sequence_mask") == "sequence_mask"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampler_correction": "tis"}, "sampler_correction='tis'"),
+        ({"sampler_correction_max": 0.0}, "sampler_correction_max=0.0"),
+        ({"sampler_correction_min": -1.0}, "sampler_correction_min=-1.0"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_strategy("grpo", **options)
+
+
+@pytest.mark.parametrize("engine", ["stream", "generate"])
+def test_rollouts_in_half_precision(engine: str, tmp_path: Any) -> None:
+    """Sampled from bfloat16 weights, trained in float32: the difference is seen, and the weights are untouched."""
+    args = GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=1,
+        logging_steps=1,
+        learning_rate=0.0,
+        rollout_dtype="bfloat16",
+        rollout_engine=engine,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        lora(make_model("llama")),
+        lambda completion_ids, **kwargs: [float(len(ids)) for ids in completion_ids],
+        args,
+        [{"prompt": "abc"}, {"prompt": "de"}],
+        processing_class=make_tokenizer(),
+    )
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    (log,) = [entry for entry in trainer.state.log_history if "policy_loss" in entry]
+    assert 1e-4 < log["sampling/sampling_logp_difference/mean"] < 0.2
+    assert log["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=0.1)
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
