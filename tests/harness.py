@@ -293,7 +293,11 @@ def _transforming(base: type[StrategyTrainer], transform: Callable[[Batch], Batc
     class Transforming(base):  # type: ignore[misc, valid-type]
         def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
             inputs, items = super().get_batch_samples(*args, **kwargs)
-            return [{**sample, "batch": transform(sample["batch"])} for sample in inputs], items
+            changed = [
+                {"pieces": [{**piece, "batch": transform(piece["batch"])} for piece in sample["pieces"]]}
+                for sample in inputs
+            ]
+            return changed, items
 
     return Transforming
 

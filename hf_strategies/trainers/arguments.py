@@ -42,6 +42,11 @@ class StrategyArguments(Options, TrainingArguments):
         "How rows go through the model: stream (every shared prompt once, no padding), padded (the plain rectangle), "
         "auto (stream where the model allows it and the first batch agrees).",
     )
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Most tokens that go through the model at once, counted as they are computed; larger micro-batches are cut, "
+        "with the same gradients. Unset: no bound.",
+    )
     model_init_kwargs: dict[str, Any] | str | None = option(
         None,
         "Keyword arguments of from_pretrained when the model is an id or path, as JSON.",
@@ -52,6 +57,8 @@ class StrategyArguments(Options, TrainingArguments):
         super().validate()
         self.require_number("router_aux_loss_coef", 0.0)
         self.require_one_of("attention_path", ATTENTION_PATHS)
+        if self.max_tokens_per_micro_batch is not None:
+            self.require_integer("max_tokens_per_micro_batch", 1)
         if self.max_length is not None:
             self.require_integer("max_length", 2)
 

@@ -51,6 +51,7 @@ from hf_strategies.trainers.arguments import (
 )
 from hf_strategies.trainers.checkpoints import CheckpointMixin
 from hf_strategies.trainers.datasets import check_one_rollout, prepare_data
+from hf_strategies.trainers.micro_batches import level, pieces_of, without_sync
 from hf_strategies.trainers.preparation import Preparation
 from hf_strategies.trainers.random_state import preserved_random_state
 from hf_strategies.trainers.reward_functions import resolve_rewards
@@ -262,8 +263,33 @@ class StrategyTrainer(CheckpointMixin):
         self._tokens_since_log += int(tokens)
         totals = self.accelerator.gather(torch.stack([items, tokens.to(items.dtype)]).unsqueeze(0)).sum(dim=0)
         self.num_tokens += int(totals[1])
-        inputs = [{"batch": batch, "token_share": batch.num_tokens / totals[1].clamp(min=1)} for batch in batches]
-        return inputs, totals[0].clamp(min=1)
+        return [{"pieces": self._inputs(pieces, totals[1])} for pieces in self._cut(batches)], totals[0].clamp(min=1)
+
+    def _cut(self, batches: list[Batch]) -> list[list[Batch]]:
+        """Pieces of each micro-batch, as many on every process."""
+        budget = self.args.max_tokens_per_micro_batch
+        if budget is None:
+            return [[batch] for batch in batches]
+        shared = self.forward_pass.stream
+        keep = self.strategy.keep_groups
+        cut = [pieces_of(batch, budget, keep_groups=keep, shared_prompts=shared) for batch in batches]
+        return level(cut, gather_object)
+
+    @staticmethod
+    def _inputs(pieces: list[Batch], tokens: Tensor) -> list[dict[str, Any]]:
+        return [{"batch": piece, "token_share": piece.num_tokens / tokens.clamp(min=1)} for piece in pieces]
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward pass of each piece of a micro-batch; gradients are reduced after the last one."""
+        *first, last = inputs["pieces"]
+        losses = []
+        for piece in first:
+            with without_sync(self.accelerator, model):
+                losses.append(super().training_step(model, piece, num_items_in_batch))
+        losses.append(super().training_step(model, last, num_items_in_batch))
+        return torch.stack(losses).sum()
 
     def _next_rollout_batch(self, examples: list[dict[str, Any]], device: torch.device) -> Batch:
         assert self.rollouts is not None

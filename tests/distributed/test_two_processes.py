@@ -23,6 +23,9 @@ REPLAYED = [
     # Pitfall A-35: layers that run again in the backward pass, under DDP.
     "dpo:checkpointing",
     "online_grpo:checkpointing",
+    "sft:token_budget",
+    "dpo:token_budget",
+    "online_grpo:token_budget",
     "grpo:adapter_off",
     "online_grpo:adapter_off",
     "online_ppo:adapter_copy",

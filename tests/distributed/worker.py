@@ -77,6 +77,9 @@ def scenario(name: str, world: int) -> dict[str, Any]:
             "gradient_checkpointing": True,
             "gradient_checkpointing_kwargs": {"use_reentrant": False},
         }
+    elif special == "token_budget":
+        # The processes need different numbers of pieces, and run the same.
+        options |= {"max_tokens_per_micro_batch": 24, "per_device_train_batch_size": ROWS // world}
     elif special == "adapter_copy":
         options |= {"model": lora(policy("llama")), "trainer": {}}
     elif special == "reuse":
@@ -115,7 +118,8 @@ def counted_alone(trainer: Any) -> None:
 
     def get_batch_samples(*args: Any) -> Any:
         inputs, _ = right(*args)
-        mine = sum(trainer.strategy.count_items(sample["batch"]) for sample in inputs)
+        pieces = [piece["batch"] for sample in inputs for piece in sample["pieces"]]
+        mine = sum(trainer.strategy.count_items(piece) for piece in pieces)
         return inputs, mine * trainer.accelerator.num_processes
 
     trainer.get_batch_samples = get_batch_samples
