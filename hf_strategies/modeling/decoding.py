@@ -9,59 +9,43 @@ same sampler as in `generation`, from the same noise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_strategies.batch import Batch, Row
+from hf_strategies.modeling.attention import Rules, enable_stream, streaming
 from hf_strategies.modeling.forward import Forward
 from hf_strategies.modeling.generation import generating
 from hf_strategies.modeling.sampling import Completion, Sampling, TokenSampler, completions_of, row_noise
-from hf_strategies.modeling.stream import Rules, Stream, enable_stream, streaming
+from hf_strategies.modeling.stream import KeptStream
 
 # Rows are taken out of the buffers once this part of them is done: each time costs a copy of what the others hold.
 DONE_BEFORE_LEAVING = 0.25
 
 
-@dataclass
-class Prefill(Stream):
-    """Prompts as a stream whose keys and values are kept.
-
-    Attributes:
-        kept: attention layer -> keys [K, T, D] and values [K, T, E].
-    """
-
-    kept: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    @classmethod
-    def of_prompts(cls, prompts: Sequence[Sequence[int]], device: torch.device) -> Prefill:
-        """Lay prompts out one after another; the logits that follow each of them are asked for."""
-        batch = Batch.from_rows([Row(prompt, [], group=i) for i, prompt in enumerate(prompts)]).to(device)
-        stream = cls.of(batch, untrained=True)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        stream.scoring = lengths.cumsum(0) - 1
-        return stream
-
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
-        """See `Stream.attend`."""
-        self.kept[layer] = (key[0], value[0])
-        return super().attend(layer, query, key, value, rules)
+def prefill(prompts: Sequence[Sequence[int]], device: torch.device) -> KeptStream:
+    """Prompts laid out one after another; the logits that follow each of them are asked for."""
+    batch = Batch.from_rows([Row(prompt, [], group=i) for i, prompt in enumerate(prompts)]).to(device)
+    stream = KeptStream.of(batch, untrained=True)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    stream.scoring = lengths.cumsum(0) - 1
+    return stream
 
 
 class Decoding:
     """Keys and values while rows are decoded, token by token.
 
     Args:
-        prefill: the prompts, after they went through the model.
+        prompts: the prompts, after they went through the model.
         lengths: tokens of each prompt.
         n: completions per prompt.
         capacity: most tokens of a completion.
     """
 
-    def __init__(self, prefill: Prefill, lengths: Sequence[int], n: int, capacity: int) -> None:
-        device = prefill.input_ids.device
+    def __init__(self, prompts: KeptStream, lengths: Sequence[int], n: int, capacity: int) -> None:
+        device = prompts.input_ids.device
         self.capacity = capacity
         self.step = 0
         self.calls = 0
@@ -73,13 +57,13 @@ class Decoding:
         column = torch.arange(self.longest, device=device)
         self.ragged = bool((self.lengths < self.longest).any())
         self.prompt_real = column < self.lengths.unsqueeze(1)
-        starts = prefill.scoring + 1 - self.lengths
+        starts = prompts.scoring + 1 - self.lengths
         index = (starts.unsqueeze(1) + torch.minimum(column, self.lengths.unsqueeze(1) - 1)).flatten()
         shape = (len(lengths), self.longest)
         # [B, K, P, D], padded on the right by repeating the last token, which is masked.
         self.shared = {
-            layer: tuple(states.index_select(1, index).unflatten(1, shape).transpose(0, 1) for states in kept)
-            for layer, kept in prefill.kept.items()
+            layer: tuple(states.index_select(0, index).unflatten(0, shape).transpose(1, 2) for states in kept)
+            for layer, kept in prompts.kept.items()
         }
         self.own: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
@@ -207,12 +191,12 @@ def stream_completions(
     logprobs = torch.zeros(rows, sampling.max_new_tokens, dtype=torch.float64, device=device)
     sizes = torch.zeros(rows, dtype=torch.long)
     with generating(causal_lm), streaming():
-        prefill = Prefill.of_prompts(prompts, device)
-        outputs = causal_lm(**prefill.inputs(True, True), use_cache=False)
-        prefill.check_used()
+        stream = prefill(prompts, device)
+        outputs = causal_lm(**stream.inputs(True, True), use_cache=False)
+        stream.check_used()
         logits = outputs["logits"][0].repeat_interleave(n, dim=0)
-        decoding = Decoding(prefill, [len(prompt) for prompt in prompts], n, sampling.max_new_tokens)
-        prefill.kept = {}
+        decoding = Decoding(stream, [len(prompt) for prompt in prompts], n, sampling.max_new_tokens)
+        stream.kept = {}
         done = torch.zeros(rows, dtype=torch.bool, device=device)  # of the rows that are still decoded
         while True:
             tokens, token_logprobs = sampler.next(logits, decoding.slots)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_strategies.batch import TOKEN_FIELDS, Batch, PolicyOutput
+from hf_strategies.modeling.attention import enable_stream, streaming, why_no_stream
 from hf_strategies.modeling.critic import critic_of
 from hf_strategies.modeling.generation import generating
 from hf_strategies.modeling.head import LogitShape, TokenScores, fusible, score_hidden, score_logits, scoring
+from hf_strategies.modeling.layout import trained_tokens
 from hf_strategies.modeling.moe import RouterLoad, balance_loss, is_mixture_of_experts
-from hf_strategies.modeling.stream import Stream, enable_stream, streaming, trained_tokens, why_no_stream
+from hf_strategies.modeling.stream import Stream
+from hf_strategies.modeling.two_phase import Prefix, Suffix
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +120,35 @@ class Forward:
         self.config = lm.config
         self.stream = stream
         self.fused_head = fused_head
+        self.prefix: Prefix | None = None
+
+    def run_prefix(self, model: nn.Module, batch: Batch) -> Prefix | None:
+        """The first of two phases: the prompts of a batch, as a pass that stays attached.
+
+        Args:
+            model: the model to call, wrapped or not.
+            batch: N rows.
+
+        Returns:
+            What `going_on_from` takes; None where there is nothing to share.
+        """
+        prefix = Prefix.of_batch(batch) if self.stream else None
+        if prefix is not None:
+            enable_stream(unwrapped_lm(model))
+            with streaming():
+                model(**prefix.inputs(self.takes_positions, self.keeps_logits), use_cache=False)
+            prefix.check_used()
+            prefix.detach()
+        return prefix
+
+    @contextmanager
+    def going_on_from(self, prefix: Prefix | None) -> Iterator[None]:
+        """Batches scored inside this context find their prompts in the prefix."""
+        self.prefix = prefix
+        try:
+            yield
+        finally:
+            self.prefix = None
 
     def __call__(
         self,
@@ -142,7 +174,11 @@ class Forward:
             Numbers of shape [N, C].
         """
         # A router counts every token, whether it trains or not.
-        layout = Stream.of(batch, untrained=self.is_moe) if self.stream else Padded(batch)
+        layout: Stream | Padded
+        if self.prefix is not None:
+            layout = Suffix.of_batch(batch, self.prefix)
+        else:
+            layout = Stream.of(batch, untrained=self.is_moe) if self.stream else Padded(batch)
         inputs = layout.inputs(self.takes_positions, self.keeps_logits)
         inputs["use_cache"] = False
         if router and self.is_moe:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_strategies.modeling.attention import why_no_stream
 from hf_strategies.modeling.decoding import decoding_error, stream_completions
 from hf_strategies.modeling.generation import eos_token_ids, sample_completions
 from hf_strategies.modeling.sampling import Completion, Sampling
 from hf_strategies.modeling.sampling_weights import sampling_weights
-from hf_strategies.modeling.stream import why_no_stream
 from hf_strategies.rollout.engine import RolloutEngine, RolloutGroup
 
 logger = logging.getLogger(__name__)

@@ -47,6 +47,11 @@ class StrategyArguments(Options, TrainingArguments):
         "Most tokens that go through the model at once, counted as they are computed; larger micro-batches are cut, "
         "with the same gradients. Unset: no bound.",
     )
+    low_memory: bool = option(
+        False,
+        "Compute prompts in a pass of their own and completions in pieces on top of it, one row each unless "
+        "max_tokens_per_micro_batch says more: the same gradients from less memory.",
+    )
     model_init_kwargs: dict[str, Any] | str | None = option(
         None,
         "Keyword arguments of from_pretrained when the model is an id or path, as JSON.",

@@ -51,7 +51,7 @@ from hf_strategies.trainers.arguments import (
 )
 from hf_strategies.trainers.checkpoints import CheckpointMixin
 from hf_strategies.trainers.datasets import check_one_rollout, prepare_data
-from hf_strategies.trainers.micro_batches import level, pieces_of, without_sync
+from hf_strategies.trainers.micro_batches import check_low_memory, level, pieces_of, without_sync
 from hf_strategies.trainers.preparation import Preparation
 from hf_strategies.trainers.random_state import preserved_random_state
 from hf_strategies.trainers.reward_functions import resolve_rewards
@@ -170,6 +170,8 @@ class StrategyTrainer(CheckpointMixin):
             )
 
         policy = load_policy(model, init_kwargs, peft_config)
+        if args.low_memory:
+            check_low_memory(args, policy)
         if args.disable_dropout if args.disable_dropout is not None else not self.strategy.dropout:
             disable_dropout(policy)
         reference = make_reference(policy, ref_model) if self.strategy.needs_reference else None
@@ -263,17 +265,20 @@ class StrategyTrainer(CheckpointMixin):
         self._tokens_since_log += int(tokens)
         totals = self.accelerator.gather(torch.stack([items, tokens.to(items.dtype)]).unsqueeze(0)).sum(dim=0)
         self.num_tokens += int(totals[1])
-        return [{"pieces": self._inputs(pieces, totals[1])} for pieces in self._cut(batches)], totals[0].clamp(min=1)
+        inputs = [
+            {"whole": batch, "pieces": self._inputs(pieces, totals[1])}
+            for batch, pieces in zip(batches, self._cut(batches), strict=True)
+        ]
+        return inputs, totals[0].clamp(min=1)
 
     def _cut(self, batches: list[Batch]) -> list[list[Batch]]:
         """Pieces of each micro-batch, as many on every process."""
-        budget = self.args.max_tokens_per_micro_batch
-        if budget is None:
+        budget, apart = self.args.max_tokens_per_micro_batch, self.args.low_memory and self.forward_pass.stream
+        if budget is None and not apart:
             return [[batch] for batch in batches]
-        shared = self.forward_pass.stream
+        prompts = "apart" if apart else "per_piece" if self.forward_pass.stream else "per_row"
         keep = self.strategy.keep_groups
-        cut = [pieces_of(batch, budget, keep_groups=keep, shared_prompts=shared) for batch in batches]
-        return level(cut, gather_object)
+        return level([pieces_of(b, budget or 1, keep_groups=keep, prompts=prompts) for b in batches], gather_object)
 
     @staticmethod
     def _inputs(pieces: list[Batch], tokens: Tensor) -> list[dict[str, Any]]:
@@ -284,11 +289,18 @@ class StrategyTrainer(CheckpointMixin):
     ) -> Tensor:
         """Forward and backward pass of each piece of a micro-batch; gradients are reduced after the last one."""
         *first, last = inputs["pieces"]
-        losses = []
-        for piece in first:
-            with without_sync(self.accelerator, model):
-                losses.append(super().training_step(model, piece, num_items_in_batch))
-        losses.append(super().training_step(model, last, num_items_in_batch))
+        losses, prefix = [], None
+        if self.args.low_memory:
+            model.train()
+            with without_sync(self.accelerator, model), self.compute_loss_context_manager():
+                prefix = self.forward_pass.run_prefix(model, inputs["whole"])
+        with self.forward_pass.going_on_from(prefix):
+            for piece in first:
+                with without_sync(self.accelerator, model):
+                    losses.append(super().training_step(model, piece, num_items_in_batch))
+            if prefix is not None:
+                prefix.attach()
+            losses.append(super().training_step(model, last, num_items_in_batch))
         return torch.stack(losses).sum()
 
     def _next_rollout_batch(self, examples: list[dict[str, Any]], device: torch.device) -> Batch:
@@ -359,6 +371,9 @@ class StrategyTrainer(CheckpointMixin):
         self.metric_store["train" if model.training else "eval"].add(metrics)
         if model.training:
             loss = loss * self.accelerator.num_processes
+            prefix = self.forward_pass.prefix
+            if prefix is not None and (pull := prefix.pull()) is not None:
+                loss = loss + pull - pull.detach()  # a gradient, and no part of the loss
         return (loss, result) if return_outputs else loss
 
     def _weighted_aux_loss(self, result: ForwardResult, batch: Batch, share: Any, metrics: dict[str, Any]) -> Tensor:

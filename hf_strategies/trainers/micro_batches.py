@@ -8,26 +8,32 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from hf_strategies.batch import Batch
+from hf_strategies.modeling.forward import causal_lm_of
+from hf_strategies.modeling.moe import is_mixture_of_experts
+
+# Where the tokens of a prompt are computed: with every row, once in a piece, or in a pass of their own.
+PROMPTS = ("per_row", "per_piece", "apart")
 
 
-def pieces_of(batch: Batch, max_tokens: int, *, keep_groups: bool, shared_prompts: bool) -> list[Batch]:
+def pieces_of(batch: Batch, max_tokens: int, *, keep_groups: bool, prompts: str) -> list[Batch]:
     """Pieces of at most ``max_tokens`` computed tokens, balanced, groups together where they fit.
 
     Args:
         batch: N rows.
         max_tokens: most tokens of a piece; a single row (or group that must stay whole) may exceed it.
         keep_groups: rows of a group must not be parted.
-        shared_prompts: whether a group's prompt is computed once (the token stream) or once per row.
+        prompts: see `PROMPTS`.
     """
     prompt_lens = batch.prompt_mask.sum(dim=1).tolist()
     completion_lens = batch.completion_mask.sum(dim=1).tolist()
 
     def cost(rows: Sequence[int]) -> int:
-        prompts = prompt_lens[rows[0]] if shared_prompts else sum(prompt_lens[row] for row in rows)
-        return prompts + sum(completion_lens[row] for row in rows)
+        counted = {"per_row": rows, "per_piece": rows[:1], "apart": ()}[prompts]
+        return sum(prompt_lens[row] for row in counted) + sum(completion_lens[row] for row in rows)
 
     units: list[list[int]] = []
     groups = batch.group.tolist()
@@ -85,3 +91,25 @@ def without_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
             yield
     finally:
         state._set_sync_gradients(before)
+
+
+def check_low_memory(args: Any, model: nn.Module) -> None:
+    """Raise unless prompts and completions can be computed in two phases.
+
+    Raises:
+        ValueError: ``low_memory`` together with something it cannot be exact with.
+    """
+    problems = {
+        "attention_path='padded'": args.attention_path == "padded",
+        "fp16, whose loss scale would be applied twice": args.fp16,
+        "DeepSpeed": args.deepspeed is not None or AcceleratorState._shared_state.get("deepspeed_plugins") is not None,
+        "FSDP": bool(args.fsdp),
+        "reentrant activation checkpointing": args.gradient_checkpointing
+        and bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+        "a mixture of experts, whose balance loss is one of prompts and completions together": is_mixture_of_experts(
+            causal_lm_of(model)
+        ),
+    }
+    for problem, present in problems.items():
+        if present:
+            raise ValueError(f"low_memory=True does not work with {problem}")

@@ -26,6 +26,8 @@ REPLAYED = [
     "sft:token_budget",
     "dpo:token_budget",
     "online_grpo:token_budget",
+    "sft:low_memory",
+    "online_grpo:low_memory",
     "grpo:adapter_off",
     "online_grpo:adapter_off",
     "online_ppo:adapter_copy",

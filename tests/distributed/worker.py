@@ -80,6 +80,8 @@ def scenario(name: str, world: int) -> dict[str, Any]:
     elif special == "token_budget":
         # The processes need different numbers of pieces, and run the same.
         options |= {"max_tokens_per_micro_batch": 24, "per_device_train_batch_size": ROWS // world}
+    elif special == "low_memory":
+        options |= {"low_memory": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4 // world}
     elif special == "adapter_copy":
         options |= {"model": lora(policy("llama")), "trainer": {}}
     elif special == "reuse":

@@ -13,8 +13,8 @@ from test_stream import CONFIGS, KINDS, model_of
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from hf_strategies import Batch, Row
+from hf_strategies.modeling import attention as attention_module
 from hf_strategies.modeling import decoding as decoding_module
-from hf_strategies.modeling import stream as stream_module
 from hf_strategies.modeling.decoding import decoding_error, stream_completions
 from hf_strategies.modeling.forward import Forward
 from hf_strategies.modeling.generation import sample_completions
@@ -179,8 +179,8 @@ def test_wrong_numbers_are_found_before_the_first_rollout(
     prompt = PROMPTS[2]
     assert decoding_error(model, prompt, 1.0) < 1e-4
     expected = rollouts(GenerateEngine(make_tokenizer()), model, Sampling(6))
-    rules = stream_module.Rules
-    monkeypatch.setattr(stream_module, "Rules", lambda scaling, *ignored: rules(scaling))
+    rules = attention_module.Rules
+    monkeypatch.setattr(attention_module, "Rules", lambda scaling, *ignored: rules(scaling))
     assert decoding_error(model, prompt, 1.0) > 0.1
     engine = StreamEngine(make_tokenizer())
     engine.sync_weights(model, 0)

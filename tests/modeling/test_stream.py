@@ -23,12 +23,13 @@ from transformers import (
 )
 
 from hf_strategies import Batch, Row
-from hf_strategies.modeling import stream as stream_module
+from hf_strategies.modeling import attention as attention_module
+from hf_strategies.modeling.attention import enable_stream
 from hf_strategies.modeling.critic import attach_critic
 from hf_strategies.modeling.forward import CheckedForward, Forward, causal_lm_of
 from hf_strategies.modeling.head import LogitShape
 from hf_strategies.modeling.policy import disable_dropout
-from hf_strategies.modeling.stream import Stream, enable_stream
+from hf_strategies.modeling.stream import Stream
 
 SMALL: dict[str, Any] = {
     "vocab_size": len(VOCAB),
@@ -145,12 +146,12 @@ def test_windows_and_caps_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     """A stream that ignores them is wrong by tenths of nats: the tests above would see it."""
     model = model_of(kind, torch.float64)
     expected = alone(model, RAGGED)
-    monkeypatch.setattr(stream_module, "Rules", lambda scaling, *ignored: _RULES(scaling))
+    monkeypatch.setattr(attention_module, "Rules", lambda scaling, *ignored: _RULES(scaling))
     got = Forward(model, stream=True)(model, RAGGED).policy.logprobs
     assert float((got - expected).abs().max()) > 0.1
 
 
-_RULES = stream_module.Rules
+_RULES = attention_module.Rules
 
 
 def test_attention_sinks() -> None:
@@ -325,7 +326,7 @@ def test_first_batch_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     right.check(model, RAGGED, largest=float)
     assert right.stream
     assert right.fused_head
-    monkeypatch.setattr(stream_module, "Rules", lambda scaling, *ignored: _RULES(scaling))
+    monkeypatch.setattr(attention_module, "Rules", lambda scaling, *ignored: _RULES(scaling))
     wrong = CheckedForward(model)
     wrong.check(model, RAGGED, largest=float)
     assert not wrong.stream
@@ -359,9 +360,9 @@ def test_a_stream_that_is_never_read_is_an_error(monkeypatch: pytest.MonkeyPatch
     enable_stream(model)
     model.config._attn_implementation = "stream_sdpa"
     forward = Forward(model, stream=True)
-    original = stream_module.stream_attention
+    original = attention_module.stream_attention
     monkeypatch.setattr(
-        stream_module, "stream_attention", lambda *args, stream=None, **kwargs: original(*args, **kwargs)
+        attention_module, "stream_attention", lambda *args, stream=None, **kwargs: original(*args, **kwargs)
     )
     with pytest.raises(RuntimeError, match="never saw the token stream"):
         forward(model, RAGGED)
