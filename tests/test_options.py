@@ -167,6 +167,7 @@ WHOLE = "a whole number >= "
         ("min_p", 1.1, "is a number >= 0.0 and <= 1.0"),
         ("repetition_penalty", 0.0, "is a number > 0.0"),
         ("rollout_engine", "magic", "are 'auto', 'stream', 'generate'"),
+        ("stop_strings", ["a", ""], "are texts that are not empty"),
         ("rollout_dtype", "fp8", "are None, 'float32', 'bfloat16', 'float16'"),
     ],
 )
@@ -187,10 +188,12 @@ def test_sampling_says_everything() -> None:
         min_p=0.1,
         repetition_penalty=1.2,
         temperature_eval=0.0,
+        stop_strings=["\n\n"],
     )
     train, evaluation = options.sampling(), options.eval_sampling()
     shared = {
         "max_new_tokens": 9, "min_new_tokens": 2, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
+        "stop_strings": ("\n\n",),
     }  # fmt: skip
     assert vars(train) == {**shared, "temperature": 0.7, "greedy": False}
     assert vars(evaluation) == {**shared, "temperature": 1.0, "greedy": True}

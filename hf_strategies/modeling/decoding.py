@@ -18,7 +18,7 @@ from hf_strategies.batch import Batch, Row
 from hf_strategies.modeling.attention import Rules, enable_stream, streaming
 from hf_strategies.modeling.forward import Forward
 from hf_strategies.modeling.generation import generating
-from hf_strategies.modeling.sampling import Completion, Sampling, TokenSampler, completions_of, row_noise
+from hf_strategies.modeling.sampling import Completion, Sampling, StopStrings, TokenSampler, completions_of, row_noise
 from hf_strategies.modeling.stream import KeptStream
 
 # Rows are taken out of the buffers once this part of them is done: each time costs a copy of what the others hold.
@@ -166,6 +166,7 @@ def stream_completions(
     sampling: Sampling,
     noise_keys: Sequence[Sequence[tuple[int, ...]]],
     eos_ids: Sequence[int],
+    stop: StopStrings | None = None,
 ) -> list[list[Completion]]:
     """Sample ``n`` completions of every prompt.
 
@@ -176,6 +177,7 @@ def stream_completions(
         sampling: the options.
         noise_keys: [B][n], see `row_noise`.
         eos_ids: ids that end a completion.
+        stop: texts that end a completion.
 
     Returns:
         B lists of ``n`` completions, in order.
@@ -204,6 +206,10 @@ def stream_completions(
             ids[decoding.slots, step], logprobs[decoding.slots, step] = tokens, token_logprobs.double()
             sizes[decoding.slots[~done].cpu()] = step + 1
             done = done | torch.isin(tokens, ends)
+            if stop is not None:
+                done = done | torch.tensor(
+                    [stop(row) for row in ids[decoding.slots, : step + 1].tolist()], device=device
+                )
             if step + 1 == sampling.max_new_tokens or bool(done.all()):
                 break
             if float(done.double().mean()) >= DONE_BEFORE_LEAVING:
@@ -214,7 +220,7 @@ def stream_completions(
             decoding.step += 1
     sampled, kept = ids.cpu().tolist(), logprobs.cpu().tolist()
     cut = [(sampled[r][: int(sizes[r])], kept[r][: int(sizes[r])]) for r in range(rows)]
-    completions = completions_of([row for row, _ in cut], [values for _, values in cut], eos_ids)
+    completions = completions_of([row for row, _ in cut], [values for _, values in cut], eos_ids, stop)
     return [completions[i * n : (i + 1) * n] for i in range(len(prompts))]
 
 

@@ -15,9 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from hf_strategies.modeling.sampling import Completion, Sampling, TokenSampler, completions_of, row_noise
+from hf_strategies.modeling.sampling import Completion, Sampling, StopStrings, TokenSampler, completions_of, row_noise
 
 
 class ChosenToken(LogitsProcessor):
@@ -36,6 +42,24 @@ class ChosenToken(LogitsProcessor):
         chosen, logprobs = self.sampler.next(scores)
         self.logprobs.append(logprobs)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen.unsqueeze(1), 0.0)
+
+
+class StopAt(StoppingCriteria):
+    """Ends rows whose completion holds a stop string.
+
+    Args:
+        stop: the texts.
+        prompt_len: columns of the padded prompts.
+    """
+
+    def __init__(self, stop: StopStrings, prompt_len: int) -> None:
+        self.stop = stop
+        self.prompt_len = prompt_len
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        """[rows] bool, True where a row is done."""
+        done = [self.stop(row) for row in input_ids[:, self.prompt_len :].tolist()]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
 @contextmanager
@@ -77,6 +101,7 @@ def sample_completions(
     noise_keys: Sequence[tuple[int, ...]],
     eos_ids: Sequence[int],
     pad_token_id: int,
+    stop: StopStrings | None = None,
 ) -> list[Completion]:
     """One completion per prompt, by `model.generate`.
 
@@ -87,6 +112,7 @@ def sample_completions(
         noise_keys: one key per row, see `row_noise`.
         eos_ids: ids that end a completion.
         pad_token_id: written into padding, never looked at.
+        stop: texts that end a completion.
 
     Returns:
         One `Completion` per row, in order.
@@ -115,5 +141,6 @@ def sample_completions(
             attention_mask=mask.long(),
             generation_config=config,
             logits_processor=LogitsProcessorList([processor]),
+            stopping_criteria=StoppingCriteriaList([] if stop is None else [StopAt(stop, width)]),
         )
-    return completions_of(output[:, width:].tolist(), torch.stack(processor.logprobs, dim=1).tolist(), eos_ids)
+    return completions_of(output[:, width:].tolist(), torch.stack(processor.logprobs, dim=1).tolist(), eos_ids, stop)

@@ -6,7 +6,7 @@ What is drawn is a function of the seed and of the row alone, whatever runs the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ class Sampling:
         min_p: keep tokens at least this fraction as likely as the likeliest, in [0, 1); 0 keeps all.
         repetition_penalty: > 1 makes tokens that occurred less likely (arXiv 1909.05858); 1 is off.
         greedy: take the likeliest token instead of drawing.
+        stop_strings: texts that end a completion.
     """
 
     max_new_tokens: int = 512
@@ -38,6 +39,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     greedy: bool = False
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,14 +178,44 @@ class TokenSampler:
         return torch.where(occurred, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
+@dataclass(frozen=True)
+class StopStrings:
+    """Texts that end a completion; the token that completes one is its last.
+
+    Attributes:
+        strings: the texts, none of them empty.
+        decode: token ids -> text.
+    """
+
+    strings: tuple[str, ...]
+    decode: Callable[[list[int]], str]
+
+    def __call__(self, ids: Sequence[int]) -> bool:
+        """Whether the last token completes a stop string."""
+        # A token is at least one character, or one of up to four bytes of one.
+        window = max(len(string) for string in self.strings) + 4
+        text = self.decode(list(ids[-window:]))
+        return any(string in text for string in self.strings)
+
+
 def completions_of(
-    ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], eos_token_ids: Sequence[int]
+    ids: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    eos_token_ids: Sequence[int],
+    stop: StopStrings | None = None,
 ) -> list[Completion]:
-    """Cut sampled rows after their first end-of-sequence token."""
+    """Cut sampled rows after their first end-of-sequence token or stop string."""
     ends = set(eos_token_ids)
+
+    def size(row: Sequence[int]) -> int | None:
+        for i, token in enumerate(row):
+            if token in ends or (stop is not None and stop(row[: i + 1])):
+                return i + 1
+        return None
+
     completions = []
     for row, values in zip(ids, logprobs, strict=True):
-        end = next((i + 1 for i, token in enumerate(row) if token in ends), None)
-        size = len(row) if end is None else end
-        completions.append(Completion(list(row[:size]), list(values[:size]), "length" if end is None else "stop"))
+        end = size(row)
+        kept = len(row) if end is None else end
+        completions.append(Completion(list(row[:kept]), list(values[:kept]), "length" if end is None else "stop"))
     return completions

@@ -13,7 +13,7 @@ from torch import nn
 from hf_strategies.modeling.attention import why_no_stream
 from hf_strategies.modeling.decoding import decoding_error, stream_completions
 from hf_strategies.modeling.generation import eos_token_ids, sample_completions
-from hf_strategies.modeling.sampling import Completion, Sampling
+from hf_strategies.modeling.sampling import Completion, Sampling, StopStrings
 from hf_strategies.modeling.sampling_weights import sampling_weights
 from hf_strategies.rollout.engine import RolloutEngine, RolloutGroup
 
@@ -74,12 +74,16 @@ class GenerateEngine:
             [key for group in keys for key in group],
             self._eos_ids(),
             self.tokenizer.pad_token_id,
+            self._stop(sampling),
         )
         return [completions[i * n : (i + 1) * n] for i in range(len(prompts))]
 
     def _eos_ids(self) -> list[int]:
         base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
         return eos_token_ids(base, self.tokenizer)
+
+    def _stop(self, sampling: Sampling) -> StopStrings | None:
+        return StopStrings(sampling.stop_strings, self.tokenizer.decode) if sampling.stop_strings else None
 
     def close(self) -> None:  # noqa: D102 - see RolloutEngine
         self._model = None
@@ -112,7 +116,7 @@ class StreamEngine(GenerateEngine):
             self._usable = self._try(prompts[0], sampling.temperature)
         if not self._usable:
             return super()._sample(prompts, n, sampling, keys)
-        return stream_completions(self._model, prompts, n, sampling, keys, self._eos_ids())
+        return stream_completions(self._model, prompts, n, sampling, keys, self._eos_ids(), self._stop(sampling))
 
     def _try(self, prompt: list[int], temperature: float) -> bool:
         base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model

@@ -43,6 +43,7 @@ class RolloutOptions(Options):
         "allows it).",
     )
     rollout_batch_size: int = option(64, "Most completions sampled in one generate call; groups stay together.")
+    stop_strings: list[str] | None = option(None, "Texts that end a completion; they stay part of it.")
     rollout_dtype: str | None = option(
         None, "Precision of the weights while sampling: float32, bfloat16, float16; unset: the policy's own."
     )
@@ -77,6 +78,8 @@ class RolloutOptions(Options):
             self.require_number("temperature_eval", 0.0)
         if self.min_p is not None:
             self.require_number("min_p", 0.0, 1.0)
+        if self.stop_strings is not None and not all(self.stop_strings):
+            raise ValueError(f"stop_strings={self.stop_strings!r}: allowed are texts that are not empty")
         self.require_one_of("rollout_dtype", (None, "float32", "bfloat16", "float16"))
         self.require_one_of("rollout_engine", tuple(ENGINES))
 
@@ -95,6 +98,7 @@ class RolloutOptions(Options):
             top_p=self.top_p,
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
+            stop_strings=tuple(self.stop_strings or ()),
         )
 
     def eval_sampling(self) -> Sampling:
@@ -110,4 +114,5 @@ class RolloutOptions(Options):
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
             greedy=greedy,
+            stop_strings=tuple(self.stop_strings or ()),
         )

@@ -18,7 +18,7 @@ from hf_strategies.modeling import decoding as decoding_module
 from hf_strategies.modeling.decoding import decoding_error, stream_completions
 from hf_strategies.modeling.forward import Forward
 from hf_strategies.modeling.generation import sample_completions
-from hf_strategies.modeling.sampling import Completion, Sampling
+from hf_strategies.modeling.sampling import Completion, Sampling, StopStrings
 from hf_strategies.rollout.hf_engine import ENGINES, GenerateEngine, StreamEngine
 
 # One longer than the windows of the models that have one; a prompt of one token.
@@ -130,6 +130,27 @@ def test_no_end_at_all_and_a_single_token() -> None:
     one = by_stream(model, Sampling(1))
     assert [c.ids for c in one] == [c.ids[:1] for c in by_generate(model, Sampling(4), ends=[])]
     assert {c.finish_reason for c in by_stream(model, Sampling(1), ends=[])} == {"length"}
+
+
+def test_stop_strings_end_a_completion() -> None:
+    """Both ways, over token boundaries, the completing token included; what is not in the vocabulary never stops."""
+    model = model_of("llama")
+    free = by_stream(model, Sampling(16), ends=[])
+    decode = make_tokenizer().decode
+    # Two tokens that some completion holds in the middle.
+    wanted = decode(free[4].ids[5:7])
+    stop = StopStrings((wanted, "@@"), decode)
+    flat_prompts = [prompt for prompt in PROMPTS for _ in range(N)]
+    keys = [key for group in KEYS for key in group]
+    groups = stream_completions(model, PROMPTS, N, Sampling(16), KEYS, [], stop)
+    got = [completion for group in groups for completion in group]
+    expected = sample_completions(model, flat_prompts, Sampling(16), keys, [], PAD, stop)
+    assert [(c.ids, c.finish_reason) for c in got] == [(c.ids, c.finish_reason) for c in expected]
+    assert got[4].ids == free[4].ids[:7]
+    assert got[4].finish_reason == "stop"
+    for mine, whole in zip(got, free, strict=True):
+        assert mine.ids == whole.ids[: len(mine.ids)]
+        assert (wanted in decode(mine.ids)) == (mine.finish_reason == "stop")
 
 
 def test_training_state_is_untouched() -> None:
