@@ -8,7 +8,7 @@ RECIPE ?= grpo
 # accelerate gives a process one thread unless it is told otherwise.
 THREADS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 
-.PHONY: help demo test style check mutate clean
+.PHONY: help demo test style check mutate bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,10 @@ check: $(STAMP)  ## lint, format, types, import layers
 mutate: $(STAMP)  ## mutation testing of what works on numbers alone, about 9 minutes (tests/MUTATION.md)
 	@$(BIN)/mutmut run --max-children 1
 	@$(BIN)/mutmut results
+
+bench: $(STAMP)  ## measure against TRL, hours; rows that are done are kept (BENCH="grpo --only grpo-512-64-8 --pairs 1")
+	@$(BIN)/python -m pip install -q 'trl==1.16.0' -c constraints.txt
+	@$(BIN)/python -m benchmarks.run $(BENCH)
 
 clean:  ## remove caches and run outputs
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache mutants runs

@@ -109,10 +109,13 @@ def table(name: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run what the command line names, then print its table."""
+def main(table_name: str | None = None) -> None:
+    """Run what the command line names, or one table, then print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="Tables to run.")
+    if table_name is None:
+        parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="Tables to run.")
+    else:
+        parser.set_defaults(tables=[table_name])
     parser.add_argument("--only", action="append", help="Only these cases.")
     parser.add_argument("--pairs", type=int, help="Pairs of runs per case instead of the case's own.")
     parser.add_argument("--tables", dest="show", action="store_true", help="Print all tables, run nothing.")

@@ -187,7 +187,7 @@ def grpo_trainer(side: str, case: Case, model: Any, tokenizer: Any, lora: Any, t
     rows = [{"prompt": texts(case.prompt)} for _ in range(case.prompts * STEPS)]
     replay = Replay(case, tokenizer) if case.ragged < 1.0 else None
 
-    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    def reward(completions: list[Any], **kwargs: Any) -> Any:
         return [r for g in range(len(completions) // case.group) for r in rewards_of(case, g)]
 
     arguments = shared_arguments(case) | grpo_arguments(case)
