@@ -1,4 +1,4 @@
-"""How long either side takes to the same mean reward, on sums with ten solved examples in the prompt (over 256 tokens).
+"""How long either side takes to the same mean reward, on sums with ten solved examples in the prompt.
 
 python -m benchmarks.time_to_reward                 # both sides, then the comparison
 python -m benchmarks.time_to_reward --threshold 0.9 # another threshold, from the runs that are there
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,7 +88,8 @@ def run(side: str) -> dict[str, Any]:
     path = str(embedded_model_path())
     tokenizer = AutoTokenizer.from_pretrained(path)
     dataset, curve = prompts(), Curve()
-    length = len(tokenizer.apply_chat_template(dataset[0]["prompt"], add_generation_prompt=True)["input_ids"])
+    text: Any = tokenizer.apply_chat_template(dataset[0]["prompt"], tokenize=False, add_generation_prompt=True)
+    length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     if side == "trl":
         from trl import GRPOConfig, GRPOTrainer
     else:
@@ -110,7 +112,7 @@ def run(side: str) -> dict[str, Any]:
 
 def reached(points: list[list[float]], threshold: float) -> float | None:
     """Seconds until the mean reward of two steps in a row is at least ``threshold``."""
-    for (_, before), (seconds, reward) in zip(points, points[1:], strict=False):
+    for (_, before), (seconds, reward) in pairwise(points):
         if (before + reward) / 2 >= threshold:
             return seconds
     return None
@@ -127,7 +129,7 @@ def main() -> None:
         return
     folder = RESULTS / "time-to-reward"
     folder.mkdir(parents=True, exist_ok=True)
-    times = {}
+    times: dict[str, float | None] = {}
     for side in reversed(SIDES):
         path = folder / f"{side}.json"
         if not path.exists():
@@ -143,8 +145,9 @@ def main() -> None:
             f"{side}: {result['prompt_tokens']} prompt tokens; {times[side]} s to a mean reward of "
             f"{options.threshold}; {result['points'][-1][0]:.0f} s in all; rewards {rewards}"
         )
-    if all(times.values()):
-        print(f"ratio: {times['trl'] / times['ours']:.1f}x")
+    trl, ours = times["trl"], times["ours"]
+    if trl is not None and ours is not None:
+        print(f"ratio: {trl / ours:.1f}x")
 
 
 if __name__ == "__main__":
