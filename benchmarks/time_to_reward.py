@@ -61,7 +61,7 @@ class Curve(TrainerCallback):
         """Start the clock."""
         self._started = time.perf_counter()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Keep what was logged."""
         if "reward" in logs:
             self.points.append((time.perf_counter() - self._started, logs["reward"]))

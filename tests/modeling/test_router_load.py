@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import CONFIGS, f64, make_model
 
-from hf_strategies.modeling.moe import RouterLoad, experts_per_token, is_mixture_of_experts
+from hf_strategies.modeling.moe import RouterLoad, balance_loss, experts_per_token, is_mixture_of_experts
 
 LN2 = math.log(2.0)
 
@@ -111,3 +111,45 @@ def test_no_tokens_no_numbers() -> None:
     assert load.values() == {}
     seen = RouterLoad.from_probs([torch.full((1, 4), 0.25)], [torch.tensor([[1]])])
     assert load.combine(seen).values() == seen.values()
+
+
+def test_tokens_that_stand_for_several_count_several_times() -> None:
+    """Weights 3, 0 and 1: as if the first token were there three times and the second not at all."""
+    logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 5.0, 0.0], [0.0, 1.0, 3.0]])
+    config = SimpleNamespace(num_experts_per_tok=2)
+    weighted = RouterLoad.of((logits,), torch.tensor([3, 0, 1]), config)
+    repeated = RouterLoad.of((logits[[0, 0, 0, 2]],), torch.ones(4), config)
+    torch.testing.assert_close(weighted.assignments, repeated.assignments)
+    torch.testing.assert_close(weighted.entropy, repeated.entropy)
+    assert float(weighted.tokens) == float(repeated.tokens) == 4.0
+    assert weighted.assignments.tolist() == [[3.0, 1.0, 4.0]]
+
+
+def test_balance_loss_by_hand() -> None:
+    """Two layers, two experts, top 1, weights 1 and 3; probabilities (3/4, 1/4), (1/2, 1/2) | (1/4, 3/4), (3/4, 1/4).
+
+    Sent: expert 0 gets 1 + 3 + 0 + 3 of 8 (ties go to the first), expert 1 the other 1. Mean probability of expert 0:
+    (0.75 + 3 * 0.5 + 0.25 + 3 * 0.75) / 8 = 0.59375. Loss 2 * (7/8 * 0.59375 + 1/8 * 0.40625) = 1.140625.
+    """
+    probs = torch.tensor([[[0.75, 0.25], [0.5, 0.5]], [[0.25, 0.75], [0.75, 0.25]]], dtype=torch.float64)
+    layers = [layer.log().requires_grad_() for layer in probs]
+    config, weights = SimpleNamespace(num_experts_per_tok=1), torch.tensor([1, 3])
+    loss = balance_loss(tuple(layers), weights, config)
+    assert float(loss) == pytest.approx(1.140625)
+    # d loss / d mean_e = 2 share_e; through the softmax of token i: w_i / 8 * p (g - p . g) with g = 2 share.
+    gradient = torch.autograd.grad(loss, layers)
+    g = torch.tensor([1.75, 0.25], dtype=torch.float64)
+    expected = torch.tensor([1.0, 3.0]).view(1, 2, 1) / 8 * probs * (g - (probs * g).sum(-1, keepdim=True))
+    torch.testing.assert_close(torch.stack(gradient), expected)
+
+
+def test_balance_loss_at_perfect_balance_is_top_k_and_padding_does_not_count() -> None:
+    logits = torch.tensor([[9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 9.0, 8.0], [9.0, 0.0, 0.0, 8.0]])
+    even = torch.zeros(4, 4)
+    config = SimpleNamespace(num_experts_per_tok=2)
+    assert float(balance_loss((even,), torch.ones(4), config)) == pytest.approx(2.0)
+    real = balance_loss((logits[:2],), torch.ones(2), config)
+    assert float(balance_loss((logits,), torch.tensor([1, 1, 0]), config)) == pytest.approx(float(real))
+    # Nothing real at all is 0, not NaN; layers may come as [N, S, experts].
+    assert float(balance_loss((logits,), torch.zeros(3), config)) == 0.0
+    assert float(balance_loss((logits[:2].view(1, 2, 4),), torch.ones(2), config)) == pytest.approx(float(real))

@@ -141,6 +141,44 @@ def test_logprobs_and_gradients_in_single_precision(kind: str, fused_head: bool,
     assert difference(gradients(model), expected_gradients) < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_mixed_precision_differs_by_its_own_rounding(kind: str) -> None:
+    """Under bfloat16 autocast both paths are off by the same small amount, and gradients still flow."""
+    model = lora(model_of(kind))
+    exact = alone(model, RAGGED).detach()
+    errors = []
+    for stream in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs = Forward(model, stream=stream, fused_head=stream)(model, RAGGED).policy.logprobs
+        assert logprobs.dtype == torch.float32
+        weighted_loss(logprobs, RAGGED).backward()
+        assert all(bool(g.isfinite().all()) for g in gradients(model).values())
+        errors.append(float((logprobs.detach() - exact)[RAGGED.completion_mask].abs().mean()))
+    padded, streamed = errors
+    assert 0 < streamed < 1.5 * padded
+
+
+def test_what_waits_for_the_backward_pass_grows_with_what_is_new() -> None:
+    """A further completion of 4 tokens under a prompt of 64: less than a fifth of what a padded row keeps."""
+    model = model_of("llama")
+
+    def kept(rows: int, stream: bool) -> int:
+        seen: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            seen[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = Forward(model, stream=stream, fused_head=True)(model, batch_of((64, [4] * rows)))
+        assert result.computed_tokens == (64 + 4 * rows if stream else 68 * rows)
+        return sum(seen.values())
+
+    streamed, padded = (kept(8, stream) - kept(2, stream) for stream in (True, False))
+    assert 0 < streamed < padded / 5
+
+
 @pytest.mark.parametrize("kind", ["mistral", "gemma2"])
 def test_windows_and_caps_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that ignores them is wrong by tenths of nats: the tests above would see it."""

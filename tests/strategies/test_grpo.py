@@ -11,7 +11,7 @@ from conftest import f64
 from pure import INF, NAN, batch_of, booleans, close, declared, number
 from torch import Tensor
 
-from hf_strategies import Batch, PolicyOutput, make_strategy
+from hf_strategies import Batch, PolicyOutput, Row, make_strategy
 from hf_strategies.strategies import GRPO, GRPOOptions
 
 LN2 = math.log(2.0)
@@ -208,3 +208,27 @@ def test_ends_of_the_ranges_are_allowed() -> None:
     assert (options.beta, options.epsilon, options.epsilon_high, options.max_completion_length) == (0, 1, 0.0, 1)
     assert GRPOOptions(epsilon=0.0).epsilon == 0.0
     assert [GRPOOptions(scale_rewards=s).scale_rewards for s in (True, False, "batch")] == ["group", "none", "batch"]  # type: ignore[arg-type]
+
+
+def test_idle_rows_by_hand() -> None:
+    """Rows without advantage, or none at a token that trains; never under a KL term, never without credit."""
+    rows = [Row([7], [8, 9], loss_mask=mask, group=0) for mask in ([True, True], [True, False], [True, True])]
+    advantages = torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.5, 0.0]])
+    plain = Batch.from_rows(rows)
+    batch = plain.replace(advantages=advantages)
+    assert GRPO(GRPOOptions()).idle_rows(batch).tolist() == [True, True, False]
+    for strategy, rows_of in ((GRPO(GRPOOptions(beta=0.1)), batch), (GRPO(GRPOOptions()), plain)):
+        idle = strategy.idle_rows(rows_of)
+        assert idle.dtype == torch.bool
+        assert idle.tolist() == [False, False, False]
+
+
+def test_skipped_rows_have_no_entropy() -> None:
+    """Mean over the first row alone: (1 + 3) / 2."""
+    strategy = GRPO(GRPOOptions())
+    mask = torch.tensor([[True, True], [True, True]])
+    entropy = torch.tensor([[1.0, 3.0], [9.0, 9.0]])
+    policy = PolicyOutput(torch.zeros(2, 2), entropy=entropy, computed=torch.tensor([True, False]))
+    assert number(strategy.entropy_metric(policy, mask)["entropy"]) == 2.0
+    policy.computed = None
+    assert number(strategy.entropy_metric(policy, mask)["entropy"]) == 5.5

@@ -49,6 +49,25 @@ def test_bounds_of_whole_rows() -> None:
     close(f.sampler_weights(old, sampling, mask, "sequence_mask", 9.0, 1.2), [[1.0] * 3, [0.0, 1.0, 0.0]])
 
 
+def test_bounds_are_inside() -> None:
+    """A weight of 1 lies in [1, 1]; above and below do not."""
+    old = f64([[0.0, 0.0, 0.0]])
+    sampling = f64([[0.0, -0.1, 0.1]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    close(f.sampler_weights(old, sampling, mask, "token_mask", 1.0, 1.0), [[1.0, 0.0, 0.0]])
+    close(f.sampler_weights(old[:, :1], sampling[:, :1], mask[:, :1], "sequence_mask", 2.0, 1.0), [[1.0]])
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_products_stay_finite(sign: float) -> None:
+    """Three tokens of log-ratio 15: the product's logarithm is cut at 20, as a token's is."""
+    sampling = torch.full((1, 3), -15.0 * sign, dtype=torch.float64)
+    weights = f.sampler_weights(
+        torch.zeros_like(sampling), sampling, torch.ones(1, 3, dtype=torch.bool), "sequence_truncate", 0.0, math.inf
+    )
+    close(weights, [[math.exp(20.0 * sign)] * 3])
+
+
 def test_unknown_way() -> None:
     old, sampling = logprobs()
     with pytest.raises(ValueError, match="sampler correction 'none': allowed are"):
@@ -89,6 +108,20 @@ def test_ppo_weights_the_policy_and_not_the_critic() -> None:
     _, metrics = strategy.loss(PolicyOutput(old.clone(), values=values), batch, torch.tensor(4.0))
     assert number(metrics["policy_loss"]) == pytest.approx(-0.5)
     assert number(metrics["value_loss"]) == pytest.approx(1.0)
+    assert number(metrics["sampling/importance_sampling_ratio/mean"]) == pytest.approx((2 + 0.25 + 1 + 1.5) / 4)
+
+
+def test_skipped_rows_are_in_no_mean() -> None:
+    """Row 0 was not computed: what its log-probabilities hold is nothing."""
+    old, sampling = logprobs()
+    batch = batch_of(booleans(MASK), [0, 0], advantages=f64([[0.0, 0.0, NAN], [-1.0, NAN, -1.0]])).replace(
+        sampling_logprobs=sampling
+    )
+    policy = PolicyOutput(old, computed=torch.tensor([False, True]))
+    options = make_strategy("grpo", sampler_correction="token_truncate").options
+    _, metrics = options.sampler_weights(policy, old, batch, batch.loss_mask)  # type: ignore[attr-defined]
+    assert number(metrics["sampling/importance_sampling_ratio/mean"]) == pytest.approx((1 + 1.5) / 2)
+    assert number(metrics["sampling/sampling_logp_difference/max"]) == pytest.approx(math.log(1.5))
 
 
 def test_nothing_recorded_nothing_corrected() -> None:

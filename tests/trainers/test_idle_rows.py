@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from conftest import make_model, make_tokenizer
 from harness import CaptureGradients, ReplayEngine, difference, lora
 
-from hf_strategies import Batch, GRPOConfig, GRPOTrainer, Row
+from hf_strategies import GRPOConfig, GRPOTrainer
 from hf_strategies.strategies.base import Strategy
-from hf_strategies.strategies.grpo import GRPO, GRPOOptions
+from hf_strategies.strategies.grpo import GRPO
 
 
 def half_decided(completion_ids: Sequence[list[int]], **kwargs: Any) -> list[float]:
@@ -81,12 +80,3 @@ def test_rows_that_have_a_gradient_are_not_skipped(
     for mine, theirs in zip(log, expected, strict=True):
         assert mine["stream/sharing_factor"] == theirs["stream/sharing_factor"]
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-7)
-
-
-def test_idle_rows_by_hand() -> None:
-    """No advantage, or none at a token that trains; never under a KL term."""
-    rows = [Row([7], [8, 9], loss_mask=mask, group=0) for mask in ([True, True], [True, False], [True, True])]
-    advantages = torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
-    batch = Batch.from_rows(rows).replace(advantages=advantages)
-    assert GRPO(GRPOOptions()).idle_rows(batch).tolist() == [True, True, False]
-    assert GRPO(GRPOOptions(beta=0.1)).idle_rows(batch).tolist() == [False, False, False]
