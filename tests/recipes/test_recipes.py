@@ -14,6 +14,8 @@ from conftest import make_model, make_tokenizer
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from hf_strategies import GRPOConfig
+from hf_strategies.cli import DataArguments, ModelArguments
 from hf_strategies.data.demo import (
     demo_documents,
     demo_groups,
@@ -23,6 +25,7 @@ from hf_strategies.data.demo import (
     divided_numbers,
 )
 from hf_strategies.data.reasoning import strict_answer
+from hf_strategies.recipe import RewardArguments, parse_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 OFFLINE = ("dpo", "grpo_offline", "seq", "sft")
@@ -159,3 +162,11 @@ def test_documents_are_divided_once() -> None:
     assert sorted(one.train["text"]) == sorted(other.train["text"])
     assert not set(one.train["text"]) & set(one.heldout["text"])
     assert one.problems is None
+
+
+def test_preset_of_the_origin_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option exists, and rollouts, micro-batches and groups fit together."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--config", str(RECIPES / "configs" / "origin.yaml"), "--use_cpu"])
+    *_, args = parse_recipe(str(RECIPES / "grpo.py"), None, DataArguments, RewardArguments, ModelArguments, GRPOConfig)
+    args.check_rollouts(min_group_size=2)
+    assert (args.num_generations, args.prompts_per_rollout, args.beta) == (4, 512, 0.01)
