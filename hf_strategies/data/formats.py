@@ -1,9 +1,11 @@
 """Dataset rows in TRL's shapes -> training rows in token ids.
 
-The columns decide; a strategy that learns from rewards reads the first two shapes, any other one the rest:
+The columns decide; a strategy that learns from rewards reads the first three shapes, any other one the rest:
 
     prompt, chosen, rejected        a pair: two rows of one prompt, chosen first, rewards 1 and 0
     prompt, completions, rewards    a scored group (optionally old_logprobs, one list per completion)
+    chosen, rejected                a pair whose prompt is what both begin with; also where a text column ``prompt``
+                                    repeats the first turn of two conversations
 
     prompt, completion              the completion trains
     messages                        a conversation; all of it trains
@@ -34,6 +36,7 @@ from hf_strategies.data.packing import best_fit_decreasing, cut
 SCORED_SHAPES: tuple[tuple[str, ...], ...] = (
     ("prompt", "chosen", "rejected"),
     ("prompt", "completions", "rewards"),
+    ("chosen", "rejected"),
 )
 PLAIN_SHAPES: tuple[tuple[str, ...], ...] = (
     ("prompt", "completion"),
@@ -89,13 +92,12 @@ def read_rows(example: dict[str, Any], tokenizer: Any, scored: bool | None = Non
     """
     shape = shape_of([name for name, value in example.items() if value is not None], scored)
     if "chosen" in shape:
-        prompt_ids = encode_prompt(tokenizer, example["prompt"])
+        pair = example
+        if "prompt" not in shape or (isinstance(example["prompt"], str) and _opens(example["chosen"])):
+            pair = split_pair(example["chosen"], example["rejected"])
+        prompt_ids = encode_prompt(tokenizer, pair["prompt"])
         return [
-            Row(
-                prompt_ids,
-                encode_completion(tokenizer, example["prompt"], prompt_ids, example[side]),
-                reward=reward,
-            )
+            Row(prompt_ids, encode_completion(tokenizer, pair["prompt"], prompt_ids, pair[side]), reward=reward)
             for side, reward in (("chosen", 1.0), ("rejected", 0.0))
         ]
     if "completions" in shape:
@@ -117,6 +119,33 @@ def read_rows(example: dict[str, Any], tokenizer: Any, scored: bool | None = Non
     return [document_row(ids)] if ids else []
 
 
+def split_pair(chosen: Any, rejected: Any) -> dict[str, Any]:
+    """``prompt``, ``chosen`` and ``rejected`` of a pair that holds its prompt twice.
+
+    Two conversations are divided before the first message that differs, two texts before the first character; a space
+    before it belongs to the answers.
+
+    Raises:
+        ValueError: they begin differently, or one of them is no answer to what both begin with.
+    """
+    same = 0
+    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+        same += 1
+    if isinstance(chosen, str) and chosen[same - 1 : same] == " ":
+        same -= 1
+    if same == 0 or same == min(len(chosen), len(rejected)):
+        raise ValueError(
+            "without a prompt column, chosen and rejected must begin with the same prompt and go on differently "
+            f"(chosen: {chosen!r}, rejected: {rejected!r})"
+        )
+    return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
+
+
+def _opens(answer: Any) -> bool:
+    """Whether an answer is a whole conversation, beginning with the prompt."""
+    return is_conversation(answer) and answer[0]["role"] != "assistant"
+
+
 def document_row(token_ids: list[int]) -> Row:
     """A document as a row: its first token has nothing to be predicted from, every other one trains."""
     return Row(token_ids[:1], token_ids[1:])
@@ -134,11 +163,16 @@ def encode_completion(tokenizer: Any, prompt: Any, prompt_ids: list[int], comple
     A conversational completion is what the chat template appends to the prompt; a text gets an end-of-sequence token.
 
     Raises:
-        ValueError: the template renders the prompt differently once an answer follows.
+        ValueError: a conversation that answers a text, or a template that renders the prompt differently once an
+            answer follows.
     """
     if not (is_conversation(prompt) or is_conversation(completion)):
         return with_eos(tokenizer, encode_text(tokenizer, completion, special_tokens=False))
-    conversation = as_messages(prompt, "user") + as_messages(completion, "assistant")
+    if isinstance(prompt, str):
+        raise ValueError(
+            f"the prompt is a text and its answer a conversation: give both as texts or both as messages ({prompt!r})"
+        )
+    conversation = prompt + as_messages(completion, "assistant")
     whole = render(tokenizer, conversation, generation_prompt=False)
     if whole[: len(prompt_ids)] != prompt_ids:
         raise ValueError(

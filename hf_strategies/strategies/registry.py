@@ -32,7 +32,7 @@ class Entry:
 STRATEGIES: dict[str, Entry] = {
     "seq": Entry(Seq, online=False, reads="text | input_ids"),
     "sft": Entry(SFT, online=False, reads="messages | prompt, completion | text | input_ids"),
-    "dpo": Entry(DPO, online=False, reads="prompt, chosen, rejected"),
+    "dpo": Entry(DPO, online=False, reads="prompt, chosen, rejected | chosen, rejected"),
     "online_dpo": Entry(DPO, online=True, reads="prompt (+ reward columns)"),
     "grpo": Entry(GRPO, online=False, reads="prompt, completions, rewards"),
     "online_grpo": Entry(GRPO, online=True, reads="prompt (+ reward columns)"),

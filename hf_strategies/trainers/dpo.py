@@ -33,7 +33,7 @@ class DPOTrainer(StrategyTrainer):
         model: see `StrategyTrainer`.
         ref_model: explicit reference; by default the weights the run starts from.
         args: config.
-        train_dataset: columns ``prompt``, ``chosen``, ``rejected``.
+        train_dataset: columns ``prompt``, ``chosen``, ``rejected``; without ``prompt`` it is what both begin with.
         **kwargs: see `StrategyTrainer`.
     """
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from hf_strategies.data.formats import collate, encode_dataset, read_rows, shape_of, with_eos
+from hf_strategies.data.formats import collate, encode_dataset, read_rows, shape_of, split_pair, with_eos
 
 A, B, C, D = (VOCAB[c] for c in "abcd")
 USER, ASSISTANT = VOCAB["<user>"], VOCAB["<assistant>"]
@@ -33,6 +33,17 @@ def chat(user: str, *assistant: str) -> list[dict[str, str]]:
         ({"prompt": "a", "chosen": "b", "rejected": "cd"}, [([A], [B, EOS], 1.0), ([A], [C, D, EOS], 0.0)]),
         (
             {"prompt": chat("a"), "chosen": chat("", "b")[1:], "rejected": chat("", "c")[1:]},
+            [([USER, A, EOS, ASSISTANT], [B, EOS], 1.0), ([USER, A, EOS, ASSISTANT], [C, EOS], 0.0)],
+        ),
+        # A pair without a prompt column: the prompt is what both begin with.
+        ({"chosen": "abc", "rejected": "abd"}, [([A, B], [C, EOS], 1.0), ([A, B], [D, EOS], 0.0)]),
+        (
+            {"chosen": chat("a", "b"), "rejected": chat("a", "c")},
+            [([USER, A, EOS, ASSISTANT], [B, EOS], 1.0), ([USER, A, EOS, ASSISTANT], [C, EOS], 0.0)],
+        ),
+        # Conversations that hold the prompt which a text column repeats: it is asked once.
+        (
+            {"prompt": "a", "chosen": chat("a", "b"), "rejected": chat("a", "c")},
             [([USER, A, EOS, ASSISTANT], [B, EOS], 1.0), ([USER, A, EOS, ASSISTANT], [C, EOS], 0.0)],
         ),
         (
@@ -70,6 +81,26 @@ def test_shapes(example: dict[str, Any], expected: list[tuple], pad_is_eos: bool
     assert trained == [completion for _, completion, _ in expected]
     if expected[0][1][-1] == EOS and "messages" not in example:
         assert [row.count(EOS) for row in trained] == [1] * len(trained)
+
+
+def test_prompt_of_a_pair_ends_before_the_space() -> None:
+    """The space goes to the answers, where a prompt column would leave it: "a b" and "a c" are "a" and " b", " c"."""
+    assert split_pair("a b", "a c") == {"prompt": "a", "chosen": " b", "rejected": " c"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [("ab", "cb"), ("ab", "ab"), ("ab", "abc"), (chat("a", "b"), chat("c", "b")), (chat("a"), chat("a", "b"))],
+)
+def test_pair_without_a_prompt(chosen: Any, rejected: Any) -> None:
+    """Nothing in common, or nothing said beyond it."""
+    with pytest.raises(ValueError, match="must begin with the same prompt and go on differently"):
+        split_pair(chosen, rejected)
+
+
+def test_conversation_does_not_answer_a_text() -> None:
+    with pytest.raises(ValueError, match="the prompt is a text and its answer a conversation"):
+        read_rows({"prompt": "a", "completion": chat("", "b")[1:]}, make_tokenizer())
 
 
 def test_no_token_spans_the_boundary() -> None:
@@ -139,7 +170,9 @@ def test_which_columns_count() -> None:
         ValueError, match=r"columns \['chosen', 'prompt', 'rejected'\]; .* needed: prompt, completion; "
     ):
         shape_of(["prompt", "chosen", "rejected"], scored=False)
-    with pytest.raises(ValueError, match=r"columns \['prompt', 'text'\]; .* needed: prompt, chosen, rejected; [^;]*$"):
+    with pytest.raises(
+        ValueError, match=r"columns \['prompt', 'text'\]; .* needed: prompt, chosen, rejected; [^;]*; [^;]*$"
+    ):
         shape_of(["prompt", "text"], scored=True)
     pairs = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     with pytest.raises(ValueError, match="one of these sets is needed: prompt, completion"):
