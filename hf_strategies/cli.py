@@ -64,7 +64,9 @@ class DataArguments(Options):
     dataset_config: str | None = option(None, "Configuration of a Hub dataset.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on; ignored when the dataset has no such split.")
-    held_out_rows: int = option(256, "Rows kept for evaluation when the dataset has no test split; 0: none.")
+    held_out_rows: int = option(
+        256, "Rows kept for evaluation when the dataset has no test split; 0: none. The embedded data has 256 at most."
+    )
     task_size: int = option(2000, "Problems generated for a reasoning_gym task.")
 
     def validate(self) -> None:  # noqa: D102 - see Options
@@ -77,11 +79,13 @@ def load_rows(data: DataArguments, seed: int) -> tuple[Dataset, Dataset | None]:
     """Training and evaluation rows of a Hub dataset or a local file.
 
     Raises:
-        ValueError: the split does not exist; the message lists those that do.
+        ValueError: the file or the split does not exist; the message lists the splits that do.
     """
     assert data.dataset_name is not None
     path = Path(data.dataset_name)
-    if path.suffix in FORMATS and path.exists():
+    if path.suffix in FORMATS:
+        if not path.exists():
+            raise ValueError(f"dataset_name={data.dataset_name!r}: no such file")
         loaded = load_dataset(FORMATS[path.suffix], data_files={data.dataset_train_split: str(path)})
     else:
         loaded = load_dataset(data.dataset_name, data.dataset_config)

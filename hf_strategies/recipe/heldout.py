@@ -28,8 +28,9 @@ class HeldOut:
     Attributes:
         measures: name -> value of the strategy's own measures; empty for an online strategy.
         rows: sampled completions with their rewards, in dataset order.
-        scores: per sampled row, the score that is compared before and after.
-        lenient: per sampled row, correctness under the lenient parser; None where the task has no parser.
+        scores: per sampled completion, the score that is compared before and after.
+        lenient: per sampled completion, correctness under the lenient parser; None where the task has no parser.
+        per_problem: completions sampled for each problem.
         seconds: how long it took.
     """
 
@@ -37,7 +38,14 @@ class HeldOut:
     rows: list[dict[str, Any]] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     lenient: list[float] | None = None
+    per_problem: int = 1
     seconds: float = 0.0
+
+    @property
+    def means(self) -> list[float]:
+        """Mean score of each problem: its completions are no independent measurements."""
+        n = self.per_problem
+        return [_mean(self.scores[i : i + n]) for i in range(0, len(self.scores), n)]
 
     def describe(self, label: str) -> list[str]:
         """Lines for people."""
@@ -45,9 +53,9 @@ class HeldOut:
         if self.measures:
             lines.append(f"{label}: " + ", ".join(f"{name} {value:.4f}" for name, value in self.measures.items()))
         if self.scores:
-            low, high = mean_interval(self.scores)
+            low, high = mean_interval(self.means)
             line = f"{label}: score {_mean(self.scores):.3f}  (95 % interval {low:.3f} to {high:.3f}, n = "
-            line += f"{len(self.scores)})"
+            line += f"{len(self.means)}{f' x {self.per_problem}' if self.per_problem > 1 else ''})"
             if self.lenient is not None:
                 line += f"; lenient parser {_mean(self.lenient):.3f}"
             lines.append(line)
@@ -60,7 +68,7 @@ class HeldOut:
         }
         if self.scores:
             figures[f"held_out_{moment}"] = round(_mean(self.scores), 4)
-            figures[f"held_out_{moment}_interval"] = [round(x, 4) for x in mean_interval(self.scores)]
+            figures[f"held_out_{moment}_interval"] = [round(x, 4) for x in mean_interval(self.means)]
         if self.lenient is not None:
             figures[f"lenient_{moment}"] = round(_mean(self.lenient), 4)
         return figures
@@ -80,7 +88,7 @@ def measure(trainer: StrategyTrainer, task: Task) -> HeldOut:
         sampler.evaluate()
         n = sampler.args.num_generations_eval or sampler.args.num_generations
         rows: list[dict[str, Any]] = gather_object(sampler.last_eval_table)[: len(sampler.eval_dataset) * n]
-        result.rows, result.scores = rows, [row["reward"] for row in rows]
+        result.rows, result.scores, result.per_problem = rows, [row["reward"] for row in rows], n
         if rows and "entry" in rows[0]:
             # A verifiable task is measured by exact correctness, whatever rewards it is trained with.
             result.scores = [_correct(row, strict_answer) for row in rows]
@@ -161,7 +169,7 @@ def held_out_report(trainer: StrategyTrainer, task: Task, examples: int = 6) -> 
         )
     result |= before.figures("before") | after.figures("after")
     result |= {
-        "held_out_rows": len(after.scores) or len(task.heldout),
+        "held_out_rows": len(after.means) or len(task.heldout),
         "optimizer_steps": trainer.state.global_step,
         "training_seconds": round(seconds, 1),
         "evaluation_seconds": round(before.seconds + after.seconds, 1),

@@ -43,7 +43,7 @@ def train_and_report(trainer: StrategyTrainer, task: Task) -> None:
     The last line printed is the figures as JSON, for programs.
     """
     with held_out_report(trainer, task) as result:
-        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        trainer.train(resume_from_checkpoint=_checkpoint(trainer.args.resume_from_checkpoint))
     trainer.save_model()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
@@ -55,6 +55,13 @@ def train_and_report(trainer: StrategyTrainer, task: Task) -> None:
     adapter = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
     loader = "PeftModel.from_pretrained(base_model, ...)" if adapter else "AutoModelForCausalLM.from_pretrained(...)"
     print(f"Saved in {folder}: load it with {loader}, or talk to it:")
-    print(f"  {sys.executable} recipes/chat.py --model {folder}")
+    # Recipes lie beside the chat, wherever they are called from.
+    chat = Path(sys.argv[0]).with_name("chat.py")
+    print(f"  {sys.executable} {chat if chat.exists() else 'recipes/chat.py'} --model {folder}")
     if result:
         print(json.dumps(result))
+
+
+def _checkpoint(given: str | None) -> str | bool | None:
+    """A flag is text: ``true`` is the last checkpoint in the output folder, ``false`` none."""
+    return {"true": True, "false": None}.get(str(given).lower(), given)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from datasets import Dataset
 
 from hf_strategies.cli import DataArguments, ModelArguments, load_rows
 from hf_strategies.data.demo import Task, demo_task
@@ -44,7 +46,7 @@ def online_task(data: DataArguments, rewards: RewardArguments, seed: int) -> Tas
     """
     functions = [_reward(name) for name in rewards.reward_funcs] if rewards.reward_funcs else None
     if data.dataset_name is None:
-        task = demo_task(seed)
+        task = held_out(demo_task(seed), data.held_out_rows)
     elif data.dataset_name.startswith(PREFIX):
         train = load_reasoning_gym(data.dataset_name, data.task_size, seed)
         heldout = (
@@ -75,13 +77,22 @@ def offline_task(data: DataArguments, seed: int, embedded: Callable[[int], Task]
         ValueError: a task of prompts alone, or a split that does not exist.
     """
     if data.dataset_name is None:
-        return embedded(seed)
+        return held_out(embedded(seed), data.held_out_rows)
     if data.dataset_name.startswith(PREFIX):
         raise ValueError(
             f"dataset_name={data.dataset_name!r} holds prompts without answers to train on: allowed are a Hub id or a "
             "local file"
         )
     return Task(data.dataset_name, *load_rows(data, seed))
+
+
+def held_out(task: Task, count: int) -> Task:
+    """A task that is measured by its first held-out rows and problems alone, by none with a count of 0."""
+
+    def first(rows: Dataset | None) -> Dataset | None:
+        return rows.select(range(min(count, len(rows)))) if rows is not None and count else None
+
+    return replace(task, heldout=first(task.heldout), problems=first(task.problems))
 
 
 def _reward(name: str) -> Any:

@@ -14,8 +14,8 @@ from conftest import make_model, make_tokenizer
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from hf_strategies import GRPOConfig
-from hf_strategies.cli import DataArguments, ModelArguments
+from hf_strategies import GRPOConfig, SFTTrainer
+from hf_strategies.cli import DataArguments, ModelArguments, load_rows
 from hf_strategies.data.demo import (
     demo_documents,
     demo_groups,
@@ -26,6 +26,8 @@ from hf_strategies.data.demo import (
 )
 from hf_strategies.data.reasoning import strict_answer
 from hf_strategies.recipe import RewardArguments, parse_recipe
+from hf_strategies.recipe.heldout import HeldOut
+from hf_strategies.recipe.tasks import held_out
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 OFFLINE = ("dpo", "grpo_offline", "seq", "sft")
@@ -51,7 +53,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
     arguments = [str(part) for key, value in flags.items() for part in (f"--{key}", value)]
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    monkeypatch.setattr(sys, "argv", [str(RECIPES / f"{name}.py"), *arguments])
     runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
 
 
@@ -125,6 +127,67 @@ def test_problems_are_no_answers_to_train_on(tiny: str, tmp_path: Path, monkeypa
             output_dir=tmp_path,
             use_cpu=True,
         )
+
+
+@pytest.mark.parametrize("count", [0, 3, 300])
+def test_held_out_rows_of_the_embedded_data(count: int) -> None:
+    """Their first rows, all where more are asked for; what is sampled follows."""
+    whole, part = demo_solutions(0), held_out(demo_solutions(0), count)
+    assert part.train.to_list() == whole.train.to_list()
+    if count == 0:
+        assert part.heldout is part.problems is None
+    else:
+        assert part.heldout["prompt"] == whole.heldout["prompt"][:count]
+        assert part.problems["prompt"] == whole.problems["prompt"][:count]
+
+
+def test_a_file_that_is_not_there_is_no_hub_id() -> None:
+    with pytest.raises(ValueError, match=r"dataset_name='none\.jsonl': no such file"):
+        load_rows(DataArguments(dataset_name="none.jsonl"), 0)
+
+
+def test_interval_is_of_problems() -> None:
+    """Two completions of each of two problems are two measurements, 1 and 0, whose Wilson interval is known."""
+    measured = HeldOut(scores=[1.0, 1.0, 0.0, 0.0], per_problem=2)
+    assert measured.means == [1.0, 0.0]
+    assert measured.describe("x") == ["x: score 0.500  (95 % interval 0.095 to 0.905, n = 2 x 2)"]
+    assert measured.figures("after") == {"held_out_after": 0.5, "held_out_after_interval": [0.0945, 0.9055]}
+
+
+def test_resumes_from_the_last_checkpoint_and_names_the_chat(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--resume_from_checkpoint true`` goes on from the newest one; the chat is named where it lies."""
+    data = tmp_path / "texts.jsonl"
+    data.write_text("\n".join(json.dumps({"text": f"say {i}"}) for i in range(8)))
+    flags = {
+        "dataset_name": data,
+        "held_out_rows": 2,
+        "model_name_or_path": tiny,
+        "per_device_train_batch_size": 2,
+        "save_steps": 1,
+        "output_dir": tmp_path / "out",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": "none",
+    }
+    run("sft", monkeypatch, max_steps=1, **flags)
+    capsys.readouterr()
+    steps: list[int] = []
+    monkeypatch.setattr(SFTTrainer, "training_step", counted(SFTTrainer.training_step, steps))
+    run("sft", monkeypatch, max_steps=2, resume_from_checkpoint="true", **flags)
+    assert steps == [1]
+    assert f"{RECIPES / 'chat.py'} --model {tmp_path / 'out'}" in capsys.readouterr().out
+
+
+def counted(step: Any, steps: list[int]) -> Any:
+    """A training step that notes how many optimizer steps were done before it."""
+
+    def noting(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.append(trainer.state.global_step)
+        return step(trainer, *args, **kwargs)
+
+    return noting
 
 
 def total(prompt: list[dict[str, str]]) -> int:
