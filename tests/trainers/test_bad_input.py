@@ -105,7 +105,7 @@ def test_the_weights_really_are_gone(model_folder: str) -> None:
         ({"num_generations_eval": 0}, r"num_generations_eval=0: allowed is a whole number >= 1"),
         ({"steps_per_generation": 0}, r"steps_per_generation=0: allowed is a whole number >= 1"),
         ({"max_policy_lag": -1}, r"max_policy_lag=-1: allowed is a whole number >= 0"),
-        ({"rollout_engine": "fast"}, r"rollout_engine='fast': allowed are 'auto', 'generate'"),
+        ({"rollout_engine": "fast"}, r"rollout_engine='fast': allowed are 'auto', 'stream', 'generate'"),
         ({"rollout_batch_size": 0}, r"rollout_batch_size=0: allowed"),
         ({"max_completion_length": 0}, r"max_completion_length=0: allowed"),
         ({"min_new_tokens": 5}, r"min_new_tokens=5: allowed is at most max_completion_length=4"),
