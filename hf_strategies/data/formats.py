@@ -76,7 +76,9 @@ def shape_of(columns: list[str], scored: bool | None = None) -> tuple[str, ...]:
         if set(shape) <= set(columns):
             return shape
     shapes = "; ".join(", ".join(shape) for shape in known)
-    raise ValueError(f"the dataset has columns {sorted(columns)}; one of these sets is needed: {shapes}")
+    prompts = scored and "prompt" in columns and not {"chosen", "completions"} & set(columns)
+    hint = " (prompts alone are for an online strategy, with reward_funcs)" if prompts else ""
+    raise ValueError(f"the dataset has columns {sorted(columns)}; one of these sets is needed: {shapes}{hint}")
 
 
 def read_rows(example: dict[str, Any], tokenizer: Any, scored: bool | None = None) -> list[Row]:

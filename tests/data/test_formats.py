@@ -171,7 +171,8 @@ def test_which_columns_count() -> None:
     ):
         shape_of(["prompt", "chosen", "rejected"], scored=False)
     with pytest.raises(
-        ValueError, match=r"columns \['prompt', 'text'\]; .* needed: prompt, chosen, rejected; [^;]*; [^;]*$"
+        ValueError,
+        match=r"columns \['prompt', 'text'\]; .* needed: prompt, chosen, rejected; [^;]*; [^;]*with reward_funcs\)$",
     ):
         shape_of(["prompt", "text"], scored=True)
     pairs = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
