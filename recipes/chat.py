@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ def main() -> None:
     parser.add_argument("--system", help="System message; unset: the opening the model was trained with, if saved.")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     options = parser.parse_args()
+    # peft asks by the old name of a property that transformers renamed.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
     is_adapter = (Path(options.model) / "adapter_config.json").exists()
     loader = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
     model = loader.from_pretrained(options.model, dtype=torch.float32).eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,10 @@ def load_policy(model: str | nn.Module, init_kwargs: dict[str, Any], peft_config
         if peft_config is not None:
             raise ValueError("peft_config is given together with a PeftModel: pass one of them")
     elif peft_config is not None:
-        model = get_peft_model(model, peft_config)
+        with warnings.catch_warnings():
+            # peft asks by the old name of a property that transformers renamed.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            model = get_peft_model(model, peft_config)
     if isinstance(model, PeftModel):
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype in HALF_PRECISION:

@@ -121,6 +121,8 @@ class StrategyTrainer(CheckpointMixin):
                 args.n_gpu,
             )
             args._n_gpu = 1
+        if not torch.accelerator.is_available():
+            args.dataloader_pin_memory = False  # nothing to pin it for: torch would only warn
         self.strategy_name = strategy
         self.strategy: Strategy = entry.strategy(strategy_options(args, entry.strategy.Options))
         self._check_rewards(reward_funcs, entry.online)
