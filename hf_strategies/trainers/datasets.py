@@ -15,6 +15,9 @@ from hf_strategies.trainers.arguments import OnlineArguments, StrategyArguments
 
 logger = logging.getLogger(__name__)
 
+# Columns that TRL renders into the prompt and that are not read here.
+UNREAD = ("tools", "chat_template_kwargs", "image", "images")
+
 
 @dataclass
 class RunData:
@@ -55,6 +58,8 @@ def prepare_data(
     def encode(name: str, raw: Any) -> Dataset:
         dataset = _as_dataset(name, raw)
         data.columns[name] = dataset.column_names
+        for column in sorted(set(UNREAD) & set(dataset.column_names)):
+            logger.warning("%s dataset: the column %r does not go into the prompt", name, column)
         if rollout_args is not None:
             encoded, longest_prompt = encode_prompts(dataset, tokenizer)
             data.longest = max(data.longest, longest_prompt + rollout_args.max_completion_length)
