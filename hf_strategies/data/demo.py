@@ -27,7 +27,7 @@ from hf_strategies.data.reasoning import (
 )
 
 TASK = "chain_sum"
-SUMS = "sums of two numbers (reasoning_gym:chain_sum), one solved example in the prompt"
+SUMS = "sums of two numbers (reasoning_gym:chain_sum) after one solved example"
 LOW, HIGH = 10, 99
 HELD_OUT_NUMBERS = 20
 TRAIN_PROBLEMS, HELD_OUT_PROBLEMS = 2000, 256
@@ -92,7 +92,7 @@ def demo_task(seed: int, train_problems: int = TRAIN_PROBLEMS, held_out_problems
         Dataset.from_list([problem_row(TASK, entry, messages(_expression(entry))) for entry in entries])
         for entries in _divided_problems(seed, train_problems, held_out_problems)
     )
-    return Task(f"{SUMS}, as prompts", train, heldout, heldout, [AccuracyReward(), format_reward], CONTEXT)
+    return Task(f"{SUMS}, to be solved", train, heldout, heldout, [AccuracyReward(), format_reward], CONTEXT)
 
 
 def demo_solutions(seed: int) -> Task:
@@ -212,6 +212,7 @@ def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
     if all(score in (0.0, 1.0) for score in scores):
         interval = binomtest(int(sum(scores)), len(scores)).proportion_ci(confidence_level=0.95, method="wilson")
         return interval.low, interval.high
-    mean, error = float(np.mean(scores)), float(sem(scores))
+    # A single number says nothing about its own error.
+    mean, error = float(np.mean(scores)), float(sem(scores)) if len(scores) > 1 else 0.0
     low, high = t.interval(0.95, len(scores) - 1, loc=mean, scale=error) if error else (mean, mean)
     return float(low), float(high)

@@ -199,3 +199,4 @@ def test_interval_of_other_scores_by_hand() -> None:
     # mean 0.5, standard error 0.5/sqrt(3) = 0.288675, t(0.975, 2) = 4.302653: half width 1.242069
     assert mean_interval([0.0, 0.5, 1.0]) == pytest.approx((-0.742069, 1.742069), abs=1e-5)
     assert mean_interval([0.5, 0.5]) == (0.5, 0.5)
+    assert mean_interval([0.3]) == (0.3, 0.3)
