@@ -5,6 +5,7 @@ python -m benchmarks.worker ours '{"name": ...}'
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -12,10 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.cases import Case
@@ -152,16 +156,12 @@ class Replay:
 
 def run(side: str, case: Case, model_path: str) -> dict[str, Any]:
     """Measure one side."""
-    from peft import LoraConfig
-
     torch.set_num_threads(THREADS)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    texts, clock = Texts(tokenizer), Clock()
+    clock = Clock()
     loaded_gb = memory()
-    make = {"grpo": grpo_trainer, "rollout": grpo_trainer, "dpo": dpo_trainer, "sft": sft_trainer}[case.kind]
-    trainer = make(side, case, model, tokenizer, lora, texts, clock)
+    trainer = TRAINERS[case.kind](Parts(side, case, model, tokenizer, Texts(tokenizer), clock))
     trainer.train()
     step, inside = min(clock.steps[1:]), min(clock.inside[1:])
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -182,119 +182,86 @@ def run(side: str, case: Case, model_path: str) -> dict[str, Any]:
     }
 
 
-def grpo_trainer(side: str, case: Case, model: Any, tokenizer: Any, lora: Any, texts: Texts, clock: Clock) -> Any:
-    """A GRPO trainer of either side on prompts of exactly the case's length."""
-    rows = [{"prompt": texts(case.prompt)} for _ in range(case.prompts * STEPS)]
-    replay = Replay(case, tokenizer) if case.ragged < 1.0 else None
+@dataclass
+class Parts:
+    """What every trainer of either side is made of.
 
-    def reward(completions: list[Any], **kwargs: Any) -> Any:
+    Attributes:
+        side: trl or ours.
+        case: what is measured.
+        model: the policy, loaded.
+        tokenizer: its tokenizer.
+        texts: makes texts of exact length.
+        clock: measures steps.
+    """
+
+    side: str
+    case: Case
+    model: Any
+    tokenizer: Any
+    texts: Texts
+    clock: Clock
+
+    def trainer(self, name: str, rows: list[dict[str, Any]], arguments: dict[str, Any], **further: Any) -> Any:
+        """``<name>Trainer`` with ``<name>Config`` of the side's library."""
+        library = importlib.import_module("trl" if self.side == "trl" else "hf_strategies")
+        return getattr(library, f"{name}Trainer")(
+            model=self.model,
+            args=getattr(library, f"{name}Config")(**arguments),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=self.tokenizer,
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+            callbacks=[self.clock],
+            **further,
+        )
+
+
+def grpo_trainer(parts: Parts) -> Any:
+    """Online GRPO on prompts of exactly the case's length."""
+    case, trl = parts.case, parts.side == "trl"
+    rows = [{"prompt": parts.texts(case.prompt)} for _ in range(case.prompts * STEPS)]
+    replay = Replay(case, parts.tokenizer) if case.ragged < 1.0 else None
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
         return [r for g in range(len(completions) // case.group) for r in rewards_of(case, g)]
 
     arguments = shared_arguments(case) | grpo_arguments(case)
-    if side == "trl":
-        from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
-
-        if replay is None:
-            arguments["generation_kwargs"] = {"min_new_tokens": case.completion}
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=reward,
-            args=GRPOConfig(**arguments),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            peft_config=lora,
-            callbacks=[clock],
-            rollout_func=replay,
-        )
-        trainer._generate = clock.around(trainer._generate)  # type: ignore[method-assign]
-        return trainer
-    from hf_strategies import GRPOConfig as OurConfig
-    from hf_strategies import GRPOTrainer as OurTrainer
-
     if replay is None:
-        arguments["min_new_tokens"] = case.completion
-    ours = OurTrainer(
-        model,
-        reward,
-        OurConfig(**arguments),
-        rows,
-        processing_class=tokenizer,
-        peft_config=lora,
-        callbacks=[clock],
+        fixed = {"min_new_tokens": case.completion}
+        arguments |= {"generation_kwargs": fixed} if trl else fixed
+    trainer = parts.trainer(
+        "GRPO", rows, arguments, reward_funcs=reward, **({"rollout_func": replay} if trl and replay else {})
     )
-    assert ours.rollouts is not None
+    if trl:
+        trainer._generate = parts.clock.around(trainer._generate)
+        return trainer
     if replay is not None:
-        ours.rollouts.engine = replay
-    ours.rollouts.engine.generate = clock.around(ours.rollouts.engine.generate)  # type: ignore[method-assign]
-    return ours
+        trainer.rollouts.engine = replay
+    trainer.rollouts.engine.generate = parts.clock.around(trainer.rollouts.engine.generate)
+    return trainer
 
 
-def dpo_trainer(side: str, case: Case, model: Any, tokenizer: Any, lora: Any, texts: Texts, clock: Clock) -> Any:
-    """A DPO trainer of either side."""
-    rows = [
-        # The end-of-sequence token that both sides append is the completion's last.
-        {
-            "prompt": texts(case.prompt),
-            "chosen": texts(case.completion - 1),
-            "rejected": texts(case.completion - 1),
-        }
-        for _ in range(case.prompts * STEPS)
-    ]
-    arguments = shared_arguments(case) | {"max_length": case.prompt + case.completion}
-    if side == "trl":
-        from datasets import Dataset
-        from trl import DPOConfig, DPOTrainer
-
-        return DPOTrainer(
-            model=model,
-            args=DPOConfig(**arguments),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            peft_config=lora,
-            callbacks=[clock],
-        )
-    from hf_strategies import DPOConfig as OurConfig
-    from hf_strategies import DPOTrainer as OurTrainer
-
-    return OurTrainer(
-        model,
-        args=OurConfig(**arguments),
-        train_dataset=rows,
-        processing_class=tokenizer,
-        peft_config=lora,
-        callbacks=[clock],
-    )
+def dpo_trainer(parts: Parts) -> Any:
+    """DPO on pairs of exactly the case's lengths."""
+    case = parts.case
+    # The end-of-sequence token that both sides append is the completion's last.
+    lengths_of = {"prompt": case.prompt, "chosen": case.completion - 1, "rejected": case.completion - 1}
+    rows = [{name: parts.texts(n) for name, n in lengths_of.items()} for _ in range(case.prompts * STEPS)]
+    return parts.trainer("DPO", rows, shared_arguments(case) | {"max_length": case.prompt + case.completion})
 
 
-def sft_trainer(side: str, case: Case, model: Any, tokenizer: Any, lora: Any, texts: Texts, clock: Clock) -> Any:
-    """An SFT trainer of either side on ragged prompt and completion rows."""
+def sft_trainer(parts: Parts) -> Any:
+    """SFT on ragged prompt and completion rows."""
+    case = parts.case
     sizes = lengths(case, case.prompts * STEPS)
-    rows = [{"prompt": texts(case.prompt), "completion": texts(size)} for size in sizes]
+    rows = [{"prompt": parts.texts(case.prompt), "completion": parts.texts(size)} for size in sizes]
     arguments = shared_arguments(case) | {"max_length": case.prompt + case.completion + 1}
-    if side == "trl":
-        from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
+    if parts.side == "trl":
+        arguments["packing"] = case.packed
+    return parts.trainer("SFT", rows, arguments)
 
-        return SFTTrainer(
-            model=model,
-            args=SFTConfig(**arguments, packing=case.packed),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            peft_config=lora,
-            callbacks=[clock],
-        )
-    from hf_strategies import SFTConfig as OurConfig
-    from hf_strategies import SFTTrainer as OurTrainer
 
-    return OurTrainer(
-        model,
-        args=OurConfig(**arguments),
-        train_dataset=rows,
-        processing_class=tokenizer,
-        peft_config=lora,
-        callbacks=[clock],
-    )
+TRAINERS = {"grpo": grpo_trainer, "rollout": grpo_trainer, "dpo": dpo_trainer, "sft": sft_trainer}
 
 
 def main() -> None:
