@@ -22,6 +22,7 @@ class Case:
         tied: share of groups whose rewards are all equal.
         checkpointing: recompute activations in the backward pass, on both sides.
         packed: TRL packs (sft).
+        rollout_dtype: precision in which we sample; TRL has no such option.
         goals: measure -> ratio to reach.
         pairs: alternating pairs of runs.
     """
@@ -37,6 +38,7 @@ class Case:
     tied: float = 0.0
     checkpointing: bool = False
     packed: bool = False
+    rollout_dtype: str | None = None
     goals: tuple[tuple[str, float], ...] = ()
     pairs: int = 3
 
@@ -48,6 +50,7 @@ class Case:
 GRPO = (
     Case("grpo-512-64-8", "grpo", 512, 64, goals=(("train", 6.0), ("step", 5.0), ("memory", 3.0))),
     Case("grpo-512-64-8-checkpointed", "grpo", 512, 64, checkpointing=True, goals=(("memory", 5.0),)),
+    Case("grpo-512-64-8-bf16-rollouts", "grpo", 512, 64, rollout_dtype="bfloat16", goals=(("step", 6.0),)),
     Case("grpo-1024-64-8", "grpo", 1024, 64, goals=(("train", 8.0), ("step", 6.0))),
     Case("grpo-262-64-8x2-kl", "grpo", 262, 64, prompts=2, beta=0.04, goals=(("step", 5.0),)),
     Case("grpo-128-128-8", "grpo", 128, 128, goals=(("step", 2.0),)),

@@ -229,6 +229,8 @@ def grpo_trainer(parts: Parts) -> Any:
     if replay is None:
         fixed = {"min_new_tokens": case.completion}
         arguments |= {"generation_kwargs": fixed} if trl else fixed
+    if not trl:
+        arguments["rollout_dtype"] = case.rollout_dtype
     trainer = parts.trainer(
         "GRPO", rows, arguments, reward_funcs=reward, **({"rollout_func": replay} if trl and replay else {})
     )
