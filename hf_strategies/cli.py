@@ -36,7 +36,13 @@ class ModelArguments(Options):
         super().validate()
         self.require_integer("lora_r", 1)
         self.require_integer("lora_alpha", 1)
-        self.require_number("lora_dropout", 0.0, 1.0)
+        self.require_number("lora_dropout", 0.0, below=1.0)
+        if self.model_name_or_path is not None and not self.model_name_or_path.strip():
+            raise ValueError(f"model_name_or_path={self.model_name_or_path!r}: allowed is a Hub id or a path")
+        if not all(name.strip() for name in self.lora_target_modules.split(",")):
+            raise ValueError(
+                f"lora_target_modules={self.lora_target_modules!r}: allowed are all-linear, or names by comma"
+            )
 
     def peft_config(self) -> LoraConfig | None:
         """The adapter to train, or None for full fine-tuning."""
@@ -73,22 +79,42 @@ class DataArguments(Options):
         super().validate()
         self.require_integer("held_out_rows", 0)
         self.require_integer("task_size", 1)
+        if self.dataset_name is not None and not self.dataset_name.strip():
+            raise ValueError(
+                f"dataset_name={self.dataset_name!r}: allowed is a Hub id, a file or reasoning_gym:<task>"
+            )
+        if self.dataset_test_split == self.dataset_train_split:
+            raise ValueError(
+                f"dataset_test_split={self.dataset_test_split!r} is dataset_train_split too: what is trained on is not "
+                "held out"
+            )
 
 
 def load_rows(data: DataArguments, seed: int) -> tuple[Dataset, Dataset | None]:
     """Training and evaluation rows of a Hub dataset or a local file.
 
     Raises:
-        ValueError: the file or the split does not exist; the message lists the splits that do.
+        ValueError: the dataset cannot be read, or the split does not exist; the message lists those that do.
     """
     assert data.dataset_name is not None
-    path = Path(data.dataset_name)
-    if path.suffix in FORMATS:
-        if not path.exists():
-            raise ValueError(f"dataset_name={data.dataset_name!r}: no such file")
-        loaded = load_dataset(FORMATS[path.suffix], data_files={data.dataset_train_split: str(path)})
-    else:
-        loaded = load_dataset(data.dataset_name, data.dataset_config)
+    name, path = data.dataset_name, Path(data.dataset_name)
+    is_file = path.suffix in FORMATS
+    if is_file and not path.is_file():
+        raise ValueError(f"dataset_name={name!r}: no such file")
+    if path.is_file() and not is_file:
+        raise ValueError(f"dataset_name={name!r}: allowed are files that end in {', '.join(FORMATS)}")
+    if is_file and data.dataset_config is not None:
+        raise ValueError(f"dataset_config={data.dataset_config!r}: a local file has no configurations, leave it out")
+    if is_file and not path.stat().st_size:
+        raise ValueError(f"dataset_name={name!r}: the file is empty")
+    try:
+        if is_file:
+            loaded = load_dataset(FORMATS[path.suffix], data_files={data.dataset_train_split: str(path)})
+        else:
+            loaded = load_dataset(name, data.dataset_config)
+    except Exception as error:  # of many kinds: of the network, of the file's format, of the Hub
+        reason = error.__cause__ or error
+        raise ValueError(f"dataset_name={name!r} cannot be read: {type(reason).__name__}: {reason}") from error
     assert isinstance(loaded, DatasetDict)
     if data.dataset_train_split not in loaded:
         raise ValueError(f"dataset_train_split={data.dataset_train_split!r}: allowed are {', '.join(loaded)}")
@@ -116,7 +142,8 @@ class StrategyParser(HfArgumentParser):
     def __init__(
         self, dataclass_types: Any, default_config: Path | None = None, unless_given: Sequence[str] = (), **kwargs: Any
     ) -> None:
-        super().__init__(dataclass_types, **kwargs)
+        # A prefix is no name: whoever mistypes a flag is told, and --config is always found.
+        super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
         self.default_config = default_config
         self.unless_given = tuple(unless_given)
         self.add_argument("--config", default=None, help="YAML file with options; flags override it.")
@@ -157,15 +184,15 @@ class StrategyParser(HfArgumentParser):
         if not path.is_file():
             self.error(f"--config {path}: no such file")
         try:
-            content = yaml.safe_load(path.read_text()) or {}
-        except yaml.YAMLError as error:
+            content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             self.error(f"--config {path}: {error}")
         if not isinstance(content, dict):
             self.error(f"--config {path}: allowed is a mapping of option names to values")
         known = self._known()
         for key in content:
             if key not in known:
-                self.error(f"--config {path}: unknown option {key!r}{self._hint(key)}")
+                self.error(f"--config {path}: unknown option {key!r}{self._hint(str(key))}")
         return content
 
     def _known(self) -> list[str]:
@@ -174,3 +201,16 @@ class StrategyParser(HfArgumentParser):
     def _hint(self, name: str) -> str:
         near = difflib.get_close_matches(name, self._known(), n=1)
         return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A safe loader that refuses an option given twice, where YAML would silently take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Raise `yaml.constructor.ConstructorError` on a repeated key."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for number, key in enumerate(keys):
+            if key in keys[:number]:
+                mark = node.value[number][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", mark)
+        return super().construct_mapping(node, deep)

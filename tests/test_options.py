@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hf_strategies.options import Options, default_of, option
@@ -92,6 +94,63 @@ def test_enumerations(value: object) -> None:
     with pytest.raises(ValueError, match=message(f"shape={value!r}: allowed are 'round', 'square'")):
         Shapes(shape=value)  # type: ignore[arg-type]
     assert Shapes(shape="square").shape == "square"
+
+
+def test_bounds_that_must_not_be_reached() -> None:
+    sizes = Sizes()
+    sizes.require_number("width", 0.0, below=1.0)
+    sizes.width, sizes.count = 1.0, 3
+    with pytest.raises(ValueError, match=message("width=1.0: allowed is a number >= 0.0 and < 1.0")):
+        sizes.require_number("width", 0.0, below=1.0)
+    sizes.require_integer("count", 1, 3)
+    with pytest.raises(ValueError, match=message("count=3: allowed is a whole number >= 1 and <= 2")):
+        sizes.require_integer("count", 1, 2)
+
+
+@dataclass
+class Foreign:
+    """Another library's options, which it reads on construction."""
+
+    rate: float = 1.0
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        self.half = self.rate / 2
+
+
+@dataclass
+class Typed(Options, Foreign):
+    """One option of each plain type, and one that is not plain."""
+
+    on: bool = option(False, "A switch.")
+    name: str | None = option(None, "A text.")
+    words: list[str] | None = option(None, "Texts.")
+    weights: list[float] | None = option(None, "Numbers.")
+    extra: dict[str, int] | str | None = option(None, "Anything.")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "allowed"),
+    [
+        ("rate", ("1e-5", None, True, [1.0]), "a number"),
+        ("steps", ("3", 1.5, True), "a whole number or None"),
+        ("on", ("yes", 1, None), "True or False"),
+        ("name", (3, ["a"], True), "a text or None"),
+        ("words", ("abc", [1], ["a", None], 3), "a list of texts or None"),
+        ("weights", (1.0, "1", ["x"], [True]), "a list of numbers or None"),
+    ],
+)
+def test_types(name: str, values: tuple, allowed: str) -> None:
+    """A text where a number belongs, as YAML gives it, is found before anything computes with it."""
+    for value in values:
+        with pytest.raises(ValueError, match=message(f"{name}={value!r}: allowed is {allowed}")):
+            Typed(**{name: value})
+
+
+def test_types_that_fit() -> None:
+    Typed(rate=1, steps=3, on=True, name="a", words=["a"], weights=(1, 0.5), extra={"a": 1})  # type: ignore[arg-type]
+    Typed(rate=np.float32(1), steps=np.int64(3), name=Path("a"), words=[], weights=[])  # type: ignore[arg-type]
+    assert Typed(extra=object()).half == 0.5  # type: ignore[arg-type]
 
 
 def test_combined_options_are_all_checked() -> None:

@@ -24,6 +24,9 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+# Squared errors of a critic must fit into float32.
+LARGEST = 1e18
+
 RewardFunction = Callable[..., Any]
 Text = str | list[dict[str, str]]
 
@@ -137,6 +140,8 @@ class Rewards:
             raise ValueError(f"reward_weights has {len(self.weights)} entries, reward_funcs {len(functions)}")
         if not all(math.isfinite(w) for w in self.weights):
             raise ValueError(f"reward_weights={self.weights!r}: allowed are finite numbers")
+        if not any(self.weights):
+            raise ValueError(f"reward_weights={self.weights!r}: all are 0, nothing would be learned")
 
     def score(
         self,
@@ -267,5 +272,7 @@ def _checked(name: str, result: Any, n: int) -> Tensor:
             raise RewardError(f"reward {name!r} returned {value!r} for row {row}, expected a number or None") from None
         if math.isinf(number):
             raise RewardError(f"reward {name!r} returned {number} for row {row}: rewards must be finite")
+        if abs(number) > LARGEST:
+            raise RewardError(f"reward {name!r} returned {number} for row {row}: allowed is at most {LARGEST:g}")
         values.append(number)
     return torch.tensor(values, dtype=torch.float64)

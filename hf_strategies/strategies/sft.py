@@ -26,9 +26,7 @@ class SFTOptions(Options):
 
     def validate(self) -> None:  # noqa: D102 - see Options
         super().validate()
-        self.require_number("label_smoothing", 0.0)
-        if self.label_smoothing >= 1.0:
-            raise ValueError(f"label_smoothing={self.label_smoothing!r}: allowed is a number >= 0 and < 1")
+        self.require_number("label_smoothing", 0.0, below=1.0)
 
 
 class SFT(Strategy):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, fields, make_dataclass
+from types import NoneType
 from typing import Any, TypeVar
 
 from transformers import TrainingArguments
@@ -58,14 +60,51 @@ class StrategyArguments(Options, TrainingArguments):
     )
     trust_remote_code: bool = option(False, "Run code that comes with the model. Never implied.")
 
+    def __post_init__(self) -> None:
+        if isinstance(self.model_init_kwargs, str):
+            try:
+                self.model_init_kwargs = json.loads(self.model_init_kwargs)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"model_init_kwargs={self.model_init_kwargs!r} is no JSON: {error}") from None
+        if not isinstance(self.model_init_kwargs, dict | NoneType):
+            raise ValueError(f"model_init_kwargs={self.model_init_kwargs!r}: allowed is a dict, as JSON, or None")
+        super().__post_init__()
+
     def validate(self) -> None:  # noqa: D102 - see Options
         super().validate()
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            self.require_integer(name, 1)
+        self.require_integer("seed", 0, 2**32 - 1)
+        if self.data_seed is not None:
+            self.require_integer("data_seed", 0)
+        self.require_integer("dataloader_num_workers", 0)
+        for name in ("learning_rate", "weight_decay", "max_grad_norm"):
+            self.require_number(name, 0.0)
+        self.require_number("num_train_epochs", above=0.0)
+        if self.max_steps != -1 and self.max_steps < 1:
+            raise ValueError(
+                f"max_steps={self.max_steps!r}: allowed is a whole number >= 1, or -1 for as many as num_train_epochs "
+                "takes"
+            )
+        self._require_effect()
         self.require_number("router_aux_loss_coef", 0.0)
         self.require_one_of("attention_path", ATTENTION_PATHS)
         if self.max_tokens_per_micro_batch is not None:
             self.require_integer("max_tokens_per_micro_batch", 1)
         if self.max_length is not None:
             self.require_integer("max_length", 2)
+
+    def _require_effect(self) -> None:
+        """Refuse what `transformers.TrainingArguments` offers and this trainer cannot do, or would ignore."""
+        self.require_one_of("remove_unused_columns", (False,))
+        self.require_one_of("train_sampling_strategy", ("random", "sequential"))
+        if self.label_smoothing_factor != 0:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor!r}: allowed is 0, it would have no effect; seq "
+                "and sft have label_smoothing"
+            )
+        if getattr(self.accelerator_config, "dispatch_batches", None):
+            raise ValueError("accelerator_config.dispatch_batches=True: allowed are False and None")
 
 
 @dataclass
@@ -114,6 +153,10 @@ class OnlineArguments(RolloutOptions, StrategyArguments):
         """
         uses, accumulation = self.resolved_steps_per_generation * self.num_iterations, self.gradient_accumulation_steps
         return math.ceil((uses - math.gcd(uses, accumulation)) / accumulation)
+
+    def _require_effect(self) -> None:
+        super()._require_effect()
+        self.require_one_of("train_sampling_strategy", ("random",))
 
     def check_rollouts(self, min_group_size: int) -> None:
         """Check that rollouts, micro-batches and groups fit together.

@@ -85,6 +85,6 @@ def test_label_smoothing_values(value: object) -> None:
 
 
 def test_ends_of_the_range() -> None:
-    with pytest.raises(ValueError, match=r"^label_smoothing=1.0: allowed is a number >= 0 and < 1$"):
+    with pytest.raises(ValueError, match=r"^label_smoothing=1.0: allowed is a number >= 0.0 and < 1.0$"):
         SFTOptions(label_smoothing=1.0)
     assert [SFTOptions(label_smoothing=value).label_smoothing for value in (0, 0.99)] == [0, 0.99]

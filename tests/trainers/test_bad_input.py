@@ -111,6 +111,33 @@ def test_the_weights_really_are_gone(model_folder: str) -> None:
         ({"min_new_tokens": 5}, r"min_new_tokens=5: allowed is at most max_completion_length=4"),
         ({"max_length": 1}, r"max_length=1: allowed is a whole number >= 2"),
         ({"router_aux_loss_coef": -1.0}, r"router_aux_loss_coef=-1.0: allowed"),
+        ({"per_device_train_batch_size": 0}, r"per_device_train_batch_size=0: allowed is a whole number >= 1"),
+        ({"per_device_train_batch_size": 2.5}, r"per_device_train_batch_size=2.5: allowed is a whole number"),
+        ({"per_device_eval_batch_size": 0}, r"per_device_eval_batch_size=0: allowed is a whole number >= 1"),
+        ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0: allowed is a whole number >= 1"),
+        ({"gradient_accumulation_steps": -1}, r"gradient_accumulation_steps=-1: allowed is a whole number >= 1"),
+        ({"learning_rate": "1e-5"}, r"learning_rate='1e-5': allowed is a number"),
+        ({"learning_rate": float("nan")}, r"learning_rate=nan: allowed is a number >= 0"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0.1: allowed is a number >= 0"),
+        ({"max_grad_norm": -1.0}, r"max_grad_norm=-1.0: allowed is a number >= 0"),
+        ({"num_train_epochs": 0}, r"num_train_epochs=0: allowed is a number > 0"),
+        ({"max_steps": 0}, r"max_steps=0: allowed is a whole number >= 1, or -1 for as many as num_train_epochs"),
+        ({"max_steps": -2}, r"max_steps=-2: allowed is a whole number >= 1, or -1"),
+        ({"seed": -1}, r"seed=-1: allowed is a whole number >= 0"),
+        ({"seed": 2**32}, r"seed=4294967296: allowed is a whole number >= 0 and <= 4294967295"),
+        ({"data_seed": -1}, r"data_seed=-1: allowed is a whole number >= 0"),
+        ({"dataloader_num_workers": -1}, r"dataloader_num_workers=-1: allowed is a whole number >= 0"),
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1: allowed is 0, .*; seq and sft have label_smo"),
+        ({"remove_unused_columns": True}, r"remove_unused_columns=True: allowed are False"),
+        ({"train_sampling_strategy": "group_by_length"}, r"train_sampling_strategy='group_by_length': allowed are"),
+        ({"train_sampling_strategy": "sequential"}, r"train_sampling_strategy='sequential': allowed are 'random'$"),
+        ({"accelerator_config": {"dispatch_batches": True}}, r"dispatch_batches=True: allowed are False and None"),
+        ({"model_init_kwargs": "{bad"}, r"model_init_kwargs='{bad' is no JSON"),
+        ({"model_init_kwargs": [1]}, r"model_init_kwargs=\[1\]: allowed is a dict, as JSON, or None"),
+        ({"disable_dropout": "yes"}, r"disable_dropout='yes': allowed is True or False or None"),
+        ({"low_memory": "yes"}, r"low_memory='yes': allowed is True or False$"),
+        ({"stop_strings": "abc"}, r"stop_strings='abc': allowed is a list of texts or None"),
+        ({"reward_weights": "1"}, r"reward_weights='1': allowed is a list of numbers or None"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -118,6 +145,11 @@ def test_option_values(options: dict[str, Any], message: str) -> None:
     """Pitfall A-12 among others: checked when the config is made."""
     with pytest.raises(ValueError, match=message):
         config(**options)
+
+
+def test_offline_rows_may_keep_their_order() -> None:
+    assert SFTConfig(**common(train_sampling_strategy="sequential")).train_sampling_strategy == "sequential"
+    assert SFTConfig(**common(model_init_kwargs='{"dtype": "float16"}')).model_init_kwargs == {"dtype": "float16"}
 
 
 def test_unknown_option() -> None:
@@ -327,6 +359,8 @@ def test_rewards_at_construction(model_folder: str) -> None:
         grpo(model_folder, reward_funcs=needs_prompt)
     with pytest.raises(ValueError, match="reward_weights has 2 entries, reward_funcs 1"):
         grpo(model_folder, reward_weights=[1.0, 2.0])
+    with pytest.raises(ValueError, match=r"reward_weights=\[0.0\]: all are 0, nothing would be learned"):
+        grpo(model_folder, reward_weights=[0.0])
     with pytest.raises(ValueError, match="reward_funcs is empty"):
         grpo(model_folder, reward_funcs=[])
     with pytest.raises(TypeError, match="reward_funcs: 3 cannot be called"):
@@ -355,11 +389,12 @@ def test_rewards_missing_or_superfluous() -> None:
     [
         (lambda completions, **k: [1.0], r"reward 'broken' returned 1 values for 8 completions"),
         (lambda completions, **k: [float("inf")] * 8, r"reward 'broken' returned inf for row 0"),
+        (lambda completions, **k: [1e30] * 8, r"reward 'broken' returned 1e\+30 for row 0: allowed is at most 1e\+18"),
         (lambda completions, **k: ["good"] * 8, r"reward 'broken' returned 'good' for row 0"),
         (lambda completions, **k: None, r"reward 'broken' returned NoneType"),
         (lambda completions, **k: [None] * 8, r"no reward returned a number for any of the first 8 completions"),
     ],
-    ids=["short", "inf", "text", "none", "all none"],
+    ids=["short", "inf", "huge", "text", "none", "all none"],
 )
 def test_reward_values(bad: Any, message: str) -> None:
     """Pitfall A-4 and TRL's broadcast of a list of length 1."""

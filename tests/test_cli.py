@@ -1,0 +1,96 @@
+"""Flags, YAML files and dataset names as a user may get them wrong: refused by name, before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_strategies import GRPOConfig, SFTConfig
+from hf_strategies.cli import DataArguments, ModelArguments, StrategyParser, load_rows
+
+
+def parse(*arguments: str, config: type = SFTConfig) -> tuple:
+    return StrategyParser((DataArguments, ModelArguments, config)).parse(["--use_cpu", *arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, config: type = SFTConfig) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        parse(*arguments, config=config)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        # A prefix of a flag is a mistyped flag; one of --config would lose the whole file.
+        (("--learning_rat", "1"), "unknown: --learning_rat 1 (did you mean 'learning_rate'?)"),
+        (("--conf", "my.yaml"), "unknown: --conf my.yaml"),
+        (("--learning_rate", "nan"), "learning_rate=nan: allowed is a number >= 0.0"),
+        (("--max_steps", "0"), "max_steps=0: allowed is a whole number >= 1, or -1"),
+        (("--lora_dropout", "1"), "lora_dropout=1.0: allowed is a number >= 0.0 and < 1.0"),
+        (("--lora_target_modules", "q_proj,"), "lora_target_modules='q_proj,': allowed are all-linear, or names"),
+        (("--model_name_or_path", ""), "model_name_or_path='': allowed is a Hub id or a path"),
+        (("--dataset_name", " "), "dataset_name=' ': allowed is a Hub id, a file or reasoning_gym:<task>"),
+        (("--dataset_test_split", "train"), "dataset_test_split='train' is dataset_train_split too"),
+    ],
+)
+def test_flags(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"learning_rate:", "learning_rate=None: allowed is a number"),
+        (b"learning_rate: {a: 1}", "learning_rate={'a': 1}: allowed is a number"),
+        (b"max_steps: 1.5", "max_steps=1.5: allowed is a whole number"),
+        (b"num_train_epochs: true", "num_train_epochs=True: allowed is a number"),
+        (b"output_dir: [a, b]", "output_dir=['a', 'b']: allowed is a text or None"),
+        (b"bf16: maybe", "argument --bf16"),
+        (b"lora_r: 8.0", "lora_r=8.0: allowed is a whole number >= 1"),
+        (b"stop_strings: [1]", "stop_strings=[1]: allowed is a list of texts or None"),
+        (b"1: 2", "unknown option 1"),
+        (b"seed: 1\nseed: 2", "'seed' is given twice"),
+        (b"\xff\xfe\x00", "can't decode byte 0xff"),
+    ],
+)
+def test_yaml(content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_bytes(content)
+    assert message in refused(capsys, "--config", str(file), config=GRPOConfig)
+
+
+def test_yaml_that_fits(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("learning_rate: 1e-5\nmax_steps: '3'\nscale_rewards: false\nstop_strings: ['é']", encoding="utf-8")
+    *_, args = parse("--config", str(file), config=GRPOConfig)
+    assert (args.learning_rate, args.max_steps, args.scale_rewards, args.stop_strings) == (1e-5, 3, "none", ["é"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.jsonl", None, "no such file"),
+        ("empty.jsonl", "", "the file is empty"),
+        ("broken.jsonl", '{"prompt": "a"\nxx', "cannot be read: "),
+        ("rows.xlsx", "x", "allowed are files that end in .json, .jsonl, .parquet, .csv, .txt"),
+    ],
+)
+def test_files_that_cannot_be_read(name: str, content: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=f"dataset_name='.*{name}'.* ?{message}"):
+        load_rows(DataArguments(dataset_name=str(path)), seed=0)
+
+
+def test_a_file_has_no_configurations(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": str(i)}) for i in range(4)))
+    with pytest.raises(ValueError, match="dataset_config='x': a local file has no configurations"):
+        load_rows(DataArguments(dataset_name=str(path), dataset_config="x"), seed=0)
+    train, held_out = load_rows(DataArguments(dataset_name=str(path), held_out_rows=1), seed=0)
+    assert (len(train), len(held_out)) == (3, 1)
