@@ -85,8 +85,8 @@ class DataArguments(Options):
             )
         if self.dataset_test_split == self.dataset_train_split:
             raise ValueError(
-                f"dataset_test_split={self.dataset_test_split!r} is dataset_train_split too: what is trained on is not "
-                "held out"
+                f"dataset_test_split={self.dataset_test_split!r} is dataset_train_split too: what is trained on "
+                "is not held out"
             )
 
 

@@ -36,7 +36,7 @@ class Options:
 
     def __post_init__(self) -> None:
         # What another library reads is checked before it is read; here `validate` has the better message.
-        own = _own_fields(type(self))
+        own = _own_fields(_class_of(self))
         self._require_types([f.name for f in fields(self) if f.init and f.name not in own])
         parent = super()
         if hasattr(parent, "__post_init__"):
@@ -45,7 +45,7 @@ class Options:
         self._require_types([f.name for f in fields(self) if f.init and f.name in own])
 
     def _require_types(self, names: Collection[str]) -> None:
-        hints = _hints(type(self))
+        hints = _hints(_class_of(self))
         for name in names:
             kinds = _kinds(hints.get(name))
             value = getattr(self, name)
@@ -94,8 +94,12 @@ def default_of(f: Field) -> Any:
     return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
+def _class_of(options: Options) -> Any:
+    return type(options)
+
+
 @cache
-def _own_fields(cls: type) -> frozenset[str]:
+def _own_fields(cls: Any) -> frozenset[str]:
     """Fields that a subclass of `Options` declares; the others belong to a dataclass it is combined with."""
     return frozenset(
         name
@@ -106,7 +110,7 @@ def _own_fields(cls: type) -> frozenset[str]:
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     try:
         return get_type_hints(cls)
     except NameError:  # a class made inside a function may name what only that function knows

@@ -25,6 +25,41 @@ def require_chat_template(tokenizer: Any) -> None:
         )
 
 
+def check_messages(messages: Any, name: str) -> None:
+    """Raise unless a conversation can be rendered: templates write a missing content as ``None``, or fail deep inside.
+
+    Args:
+        messages: what stands in the column.
+        name: of the column, for the message.
+
+    Raises:
+        ValueError: no list of messages, or one without a role or a content.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{name}={messages!r}: allowed is a list of messages that is not empty")
+    for i, message in enumerate(messages):
+        where = f"{name}[{i}]"
+        if not isinstance(message, dict):
+            raise ValueError(f"{where}={message!r}: allowed is a message, a dict with role and content")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{where}['role']={message.get('role')!r}: allowed is a text")
+        content = message.get("content")
+        parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+        if not (isinstance(content, str) or parts or (content is None and message.get("tool_calls"))):
+            raise ValueError(f"{where}['content']={content!r}: allowed is a text")
+
+
+def check_text(value: Any, name: str) -> str:
+    """The text of a column.
+
+    Raises:
+        ValueError: something else; a tokenizer would take a list for several texts.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={value!r}: allowed is a text")
+    return value
+
+
 def encode_text(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:
     """Token ids of a text; with ``special_tokens`` the tokenizer adds its beginning-of-sequence token."""
     return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
@@ -61,16 +96,27 @@ def prompt_of(example: dict[str, Any]) -> str | Messages:
 
     Raises:
         KeyError: none of these columns; the message lists those there are.
+        ValueError: a column that holds neither a text nor messages.
     """
     if example.get("prompt") is not None:
         return example["prompt"]
     if example.get("messages") is not None:
         messages = example["messages"]
-        return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+        check_messages(messages, "messages")
+        prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        if not prompt:
+            raise ValueError(f"messages={messages!r}: nothing is left of it as a prompt without its last turn")
+        return prompt
     if example.get("instruction") is not None:
-        extra = example.get("input")
-        return f"{example['instruction']}\n\n{extra}" if extra else example["instruction"]
-    raise KeyError(f"a row needs a 'prompt', 'messages' or 'instruction' column; it has {sorted(example)}")
+        instruction, extra = check_text(example["instruction"], "instruction"), example.get("input")
+        return f"{instruction}\n\n{check_text(extra, 'input')}" if extra else instruction
+    raise KeyError(f"a row needs a 'prompt', 'messages' or 'instruction' column; it has {described(example)}")
+
+
+def described(example: dict[str, Any]) -> str:
+    """Columns of a dataset row, and which of them are empty."""
+    empty = sorted(name for name, value in example.items() if value is None)
+    return f"{sorted(example)}" + (f", of which None are {empty}" if empty else "")
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any) -> list[int]:
@@ -80,6 +126,7 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any
         ValueError: an empty prompt, a conversation without a chat template, or one that is answered already.
     """
     if is_conversation(prompt):
+        check_messages(prompt, "prompt")
         if prompt[-1]["role"] == "assistant":  # type: ignore[index]
             raise ValueError(
                 "the prompt ends with an assistant turn: leave it out, or give it in another column if it is an answer"

@@ -25,6 +25,9 @@ from datasets import Dataset
 from hf_strategies.batch import Batch, Row
 from hf_strategies.data.chat import (
     as_messages,
+    check_messages,
+    check_text,
+    described,
     encode_prompt,
     encode_text,
     is_conversation,
@@ -46,6 +49,10 @@ PLAIN_SHAPES: tuple[tuple[str, ...], ...] = (
 )
 
 
+# Half precision may round the logarithm of a probability of 1 a little above 0.
+LARGEST_LOGPROB = 1e-2
+
+
 @dataclass
 class Encoded:
     """A dataset in token ids.
@@ -54,11 +61,13 @@ class Encoded:
         dataset: one column ``rows``, a list of `Row` fields per example.
         dropped: reason -> number of examples left out.
         longest: most tokens (prompt and completion) of a row.
+        largest_id: largest token id of all rows.
     """
 
     dataset: Dataset
     dropped: Counter[str] = field(default_factory=Counter)
     longest: int = 0
+    largest_id: int = 0
 
 
 def shape_of(columns: list[str], scored: bool | None = None) -> tuple[str, ...]:
@@ -92,14 +101,27 @@ def read_rows(example: dict[str, Any], tokenizer: Any, scored: bool | None = Non
     Raises:
         ValueError: the row's columns do not fit together (lengths of a scored group, a prompt that is no prefix, ...).
     """
-    shape = shape_of([name for name, value in example.items() if value is not None], scored)
+    present = [name for name, value in example.items() if value is not None]
+    try:
+        shape = shape_of(present, scored)
+    except ValueError:
+        if len(present) < len(example):
+            shape = shape_of(list(example), scored)  # what the dataset has, if the row had it too
+            raise ValueError(
+                f"one of {', '.join(shape)} is missing: the row has columns {described(example)}; all of them are "
+                "needed"
+            ) from None
+        raise
     if "chosen" in shape:
         pair = example
+        if "prompt" not in shape and "prompt" in example:
+            # Without the column both answers hold the prompt; a row that lacks it is another thing.
+            raise ValueError("prompt=None: allowed are a text or a list of messages, or no such column in the dataset")
         if "prompt" not in shape or (isinstance(example["prompt"], str) and _opens(example["chosen"])):
             pair = split_pair(example["chosen"], example["rejected"])
         prompt_ids = encode_prompt(tokenizer, pair["prompt"])
         return [
-            Row(prompt_ids, encode_completion(tokenizer, pair["prompt"], prompt_ids, pair[side]), reward=reward)
+            Row(prompt_ids, encode_completion(tokenizer, pair["prompt"], prompt_ids, pair[side], side), reward=reward)
             for side, reward in (("chosen", 1.0), ("rejected", 0.0))
         ]
     if "completions" in shape:
@@ -113,11 +135,12 @@ def read_rows(example: dict[str, Any], tokenizer: Any, scored: bool | None = Non
             )
         ]
     if "messages" in shape:
+        check_messages(example["messages"], "messages")
         ids = render(tokenizer, example["messages"], generation_prompt=False)
     elif "text" in shape:
-        ids = with_eos(tokenizer, encode_text(tokenizer, example["text"]))
+        ids = with_eos(tokenizer, encode_text(tokenizer, check_text(example["text"], "text")))
     else:
-        ids = list(example["input_ids"])
+        ids = _check_ids(example["input_ids"])
     return [document_row(ids)] if ids else []
 
 
@@ -130,6 +153,8 @@ def split_pair(chosen: Any, rejected: Any) -> dict[str, Any]:
     Raises:
         ValueError: they begin differently, or one of them is no answer to what both begin with.
     """
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        _check_answer(answer, name)
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
@@ -148,6 +173,22 @@ def _opens(answer: Any) -> bool:
     return is_conversation(answer) and answer[0]["role"] != "assistant"
 
 
+def _check_answer(answer: Any, name: str) -> None:
+    if is_conversation(answer):
+        check_messages(answer, name)
+    else:
+        check_text(answer, name)
+
+
+def _check_ids(ids: Any) -> list[int]:
+    if not isinstance(ids, list):
+        raise ValueError(f"input_ids={ids!r}: allowed is a list of token ids")
+    if set(map(type, ids)) - {int} or min(ids, default=0) < 0:
+        i = next(i for i, token in enumerate(ids) if type(token) is not int or token < 0)
+        raise ValueError(f"input_ids[{i}]={ids[i]!r}: allowed is a whole number >= 0")
+    return ids
+
+
 def document_row(token_ids: list[int]) -> Row:
     """A document as a row: its first token has nothing to be predicted from, every other one trains."""
     return Row(token_ids[:1], token_ids[1:])
@@ -159,15 +200,25 @@ def with_eos(tokenizer: Any, token_ids: list[int]) -> list[int]:
     return token_ids if eos is None or (token_ids and token_ids[-1] == eos) else [*token_ids, eos]
 
 
-def encode_completion(tokenizer: Any, prompt: Any, prompt_ids: list[int], completion: Any) -> list[int]:
+def encode_completion(
+    tokenizer: Any, prompt: Any, prompt_ids: list[int], completion: Any, name: str = "completion"
+) -> list[int]:
     """Token ids of a completion, encoded on its own so that no token spans the boundary to its prompt.
 
     A conversational completion is what the chat template appends to the prompt; a text gets an end-of-sequence token.
 
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt: text or messages.
+        prompt_ids: the prompt in token ids.
+        completion: text or messages.
+        name: of the completion's column, for messages.
+
     Raises:
-        ValueError: a conversation that answers a text, or a template that renders the prompt differently once an
-            answer follows.
+        ValueError: a completion that is neither text nor messages, a conversation that answers a text, or a template
+            that renders the prompt differently once an answer follows.
     """
+    _check_answer(completion, name)
     if not (is_conversation(prompt) or is_conversation(completion)):
         return with_eos(tokenizer, encode_text(tokenizer, completion, special_tokens=False))
     if isinstance(prompt, str):
@@ -191,20 +242,24 @@ def encode_completion(tokenizer: Any, prompt: Any, prompt_ids: list[int], comple
 
 def _read_group(example: dict[str, Any], tokenizer: Any) -> list[Row]:
     completions, rewards = example["completions"], example["rewards"]
+    for name in ("completions", "rewards"):
+        if not isinstance(example[name], list):
+            raise ValueError(f"{name}={example[name]!r}: allowed is a list, one entry per completion")
     if len(rewards) != len(completions):
         raise ValueError(f"rewards has {len(rewards)} entries for {len(completions)} completions")
     for i, reward in enumerate(rewards):
+        if reward is not None and not isinstance(reward, int | float):
+            raise ValueError(f"rewards[{i}]={reward!r}: allowed is a number or None")
         if reward is not None and math.isinf(reward):
             raise ValueError(f"rewards[{i}]={reward!r}: rewards must be finite or None")
     prompt_ids = encode_prompt(tokenizer, example["prompt"])
-    ids = [encode_completion(tokenizer, example["prompt"], prompt_ids, completion) for completion in completions]
+    ids = [
+        encode_completion(tokenizer, example["prompt"], prompt_ids, completion, f"completions[{i}]")
+        for i, completion in enumerate(completions)
+    ]
     old = example.get("old_logprobs")
     if old is not None:
-        got, expected = [len(values) for values in old], [len(tokens) for tokens in ids]
-        if got != expected:
-            raise ValueError(f"old_logprobs shape must match completions: got {got}, expected {expected}")
-        if not all(math.isfinite(value) for values in old for value in values):
-            raise ValueError("old_logprobs must be finite")
+        _check_old_logprobs(old, ids)
     return [
         Row(
             prompt_ids,
@@ -216,6 +271,28 @@ def _read_group(example: dict[str, Any], tokenizer: Any) -> list[Row]:
     ]
 
 
+def _check_old_logprobs(old: Any, ids: list[list[int]]) -> None:
+    if not isinstance(old, list) or len(old) != len(ids):
+        raise ValueError(f"old_logprobs={old!r}: allowed is a list of {len(ids)} lists, one per completion")
+    for i, values in enumerate(old):
+        if not isinstance(values, list):
+            raise ValueError(f"old_logprobs[{i}]={values!r}: allowed is a list, one number per token")
+    got, expected = [len(values) for values in old], [len(tokens) for tokens in ids]
+    if got != expected:
+        raise ValueError(
+            f"old_logprobs shape must match completions: got {got}, expected {expected} (a text is followed by an "
+            "end-of-sequence token)"
+        )
+    for i, values in enumerate(old):
+        for j, value in enumerate(values):
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"old_logprobs must be finite: old_logprobs[{i}][{j}]={value!r}")
+            if value > LARGEST_LOGPROB:
+                raise ValueError(
+                    f"old_logprobs[{i}][{j}]={value!r}: allowed is a number <= 0, the logarithm of a probability"
+                )
+
+
 def encode_dataset(
     dataset: Dataset,
     tokenizer: Any,
@@ -224,6 +301,7 @@ def encode_dataset(
     min_rows: int = 1,
     packed: bool = False,
     scored: bool | None = None,
+    name: str = "dataset",
 ) -> Encoded:
     """Encode every example; what cannot train is left out and counted.
 
@@ -235,6 +313,7 @@ def encode_dataset(
         min_rows: rows an example must have (2 for groups).
         packed: put several documents into each example (best-fit-decreasing).
         scored: whether rows must carry rewards, see `shape_of`.
+        name: of the dataset, for messages.
 
     Raises:
         ValueError: unknown columns, an example that contradicts itself (naming its number), or nothing left.
@@ -246,7 +325,7 @@ def encode_dataset(
         try:
             rows = read_rows(example, tokenizer, scored)
         except (ValueError, KeyError) as error:
-            raise ValueError(f"dataset row {number}: {error}") from error
+            raise ValueError(f"{name} row {number}: {error}") from error
         if packed:
             dropped["empty"] += not rows
             for row in rows:
@@ -261,7 +340,7 @@ def encode_dataset(
         else:
             examples.append(rows)
     if not examples:
-        raise ValueError(f"no row of the dataset can train ({len(dataset)} rows, dropped: {dict(dropped) or 'none'})")
+        raise ValueError(f"no row of the {name} can train ({len(dataset)} rows, dropped: {dict(+dropped) or 'none'})")
     recorded = sum(any(row.old_logprobs is not None for row in rows) for rows in examples)
     if recorded not in (0, len(examples)):
         raise ValueError(
@@ -273,8 +352,9 @@ def encode_dataset(
     longest = max(len(row.prompt_ids) + len(row.completion_ids) for rows in examples for row in rows)
     return Encoded(
         Dataset.from_list([{"rows": [asdict(row) for row in rows]} for rows in examples]),
-        dropped,
+        +dropped,
         longest,
+        max(max(*row.prompt_ids, *row.completion_ids, 0) for rows in examples for row in rows),
     )
 
 
@@ -292,6 +372,8 @@ def _fit(rows: list[Row], max_length: int | None, min_rows: int) -> tuple[list[R
     empty = [not row.completion_ids for row in rows]
     if all(empty) or (paired and any(empty)):
         return rows, "empty_completion"
+    if all(row.reward is not None and math.isnan(row.reward) for row in rows):
+        return rows, "no_reward"
     return rows, None
 
 
@@ -317,7 +399,7 @@ def collate(examples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Batc
     return {"batch": Batch.from_rows(rows, pad_token_id)}
 
 
-def encode_prompts(dataset: Dataset, tokenizer: Any) -> tuple[Dataset, int]:
+def encode_prompts(dataset: Dataset, tokenizer: Any, name: str = "dataset") -> tuple[Dataset, int]:
     """Add ``prompt`` and ``prompt_ids`` to a dataset of prompts; the other columns travel along to the rewards.
 
     Returns:
@@ -333,7 +415,7 @@ def encode_prompts(dataset: Dataset, tokenizer: Any) -> tuple[Dataset, int]:
             return {"prompt": prompt, "prompt_ids": encode_prompt(tokenizer, prompt)}
         except (ValueError, KeyError) as error:
             message = error.args[0] if error.args else error
-            raise ValueError(f"dataset row {number}: {message}") from error
+            raise ValueError(f"{name} row {number}: {message}") from error
 
     rows = [{**example, **encode(example, number)} for number, example in enumerate(dataset)]
     return Dataset.from_list(rows), max(len(row["prompt_ids"]) for row in rows)

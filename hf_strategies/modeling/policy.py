@@ -59,13 +59,16 @@ def read_config(model: str | nn.Module, init_kwargs: dict[str, Any]) -> Any:
     return model.config
 
 
-def check_sizes(config: Any, tokenizer: PreTrainedTokenizerBase, longest_row: int | None = None) -> None:
+def check_sizes(
+    config: Any, tokenizer: PreTrainedTokenizerBase, longest_row: int | None = None, largest_id: int = 0
+) -> None:
     """Compare tokenizer and sequence lengths with what the model was built for.
 
     Args:
         config: the model's configuration.
         tokenizer: tokenizer the data is encoded with.
         longest_row: most tokens of a row (prompt and completion), if known.
+        largest_id: largest token id of a row; rows may be given in ids of another tokenizer.
 
     Raises:
         ValueError: a token id the embedding has no row for, or a row longer than the model's positions.
@@ -76,6 +79,11 @@ def check_sizes(config: Any, tokenizer: PreTrainedTokenizerBase, longest_row: in
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's embedding only {vocab_size}: "
             "resize the embedding (model.resize_token_embeddings) or use the model's own tokenizer"
+        )
+    if vocab_size is not None and largest_id >= vocab_size:
+        raise ValueError(
+            f"a row holds the token id {largest_id}, the model's embedding has {vocab_size}: was it encoded with "
+            "another tokenizer?"
         )
     positions = getattr(text, "max_position_embeddings", None)
     if longest_row is not None and positions is not None and longest_row > positions:

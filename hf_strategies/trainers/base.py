@@ -141,7 +141,7 @@ class StrategyTrainer(CheckpointMixin):
         tokenizer = ensure_pad_token(processing_class or load_tokenizer(model, args.trust_remote_code))
         check_sizes(config, tokenizer)
         data = prepare_data(train_dataset, eval_dataset, tokenizer, self.strategy, args, rollout_args, self.packed)
-        check_sizes(config, tokenizer, data.longest)
+        check_sizes(config, tokenizer, data.longest, data.largest_id)
         self.dropped = data.dropped
         self.rollouts: RolloutCallback | None = None
         if rollout_args is not None:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 from datasets import Dataset
 from torch.utils.data import IterableDataset
 
@@ -27,6 +28,7 @@ class RunData:
         train: encoded training data or None.
         eval: encoded evaluation data, a dict of such, or None.
         longest: most tokens a row can have, prompt and completion.
+        largest_id: largest token id of given rows.
         columns: dataset name -> columns of its raw data.
         dropped: dataset name -> reason -> examples left out.
     """
@@ -34,6 +36,7 @@ class RunData:
     train: Dataset | None = None
     eval: Dataset | dict[str, Dataset] | None = None
     longest: int = 0
+    largest_id: int = 0
     columns: dict[str, list[str]] = field(default_factory=dict)
     dropped: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -50,8 +53,8 @@ def prepare_data(
     """Encode training and evaluation data for a strategy; with ``rollout_args`` the rows are prompts to roll out.
 
     Raises:
-        TypeError: something that is no map-style dataset.
-        ValueError: an empty dataset, missing columns, or a row that cannot be encoded (naming it).
+        TypeError: something that is no map-style dataset, or a row that is no dict.
+        ValueError: an empty dataset, missing or mixed columns, or a row that cannot be encoded (naming it).
     """
     data = RunData()
 
@@ -61,7 +64,7 @@ def prepare_data(
         for column in sorted(set(UNREAD) & set(dataset.column_names)):
             logger.warning("%s dataset: the column %r does not go into the prompt", name, column)
         if rollout_args is not None:
-            encoded, longest_prompt = encode_prompts(dataset, tokenizer)
+            encoded, longest_prompt = encode_prompts(dataset, tokenizer, f"{name} dataset")
             data.longest = max(data.longest, longest_prompt + rollout_args.max_completion_length)
             return encoded
         result = encode_dataset(
@@ -71,8 +74,10 @@ def prepare_data(
             min_rows=strategy.min_group_size,
             packed=packed,
             scored=strategy.needs_rewards,
+            name=f"{name} dataset",
         )
         data.longest = max(data.longest, result.longest)
+        data.largest_id = max(data.largest_id, result.largest_id)
         if result.dropped.total():
             data.dropped[name] = dict(result.dropped)
             logger.warning("%s dataset: left out %s", name, dict(result.dropped))
@@ -81,6 +86,8 @@ def prepare_data(
     if train is not None:
         data.train = encode("train", train)
     if isinstance(evaluation, dict):
+        if not evaluation:
+            raise ValueError("eval_dataset={}: allowed is a dataset, or a dict of at least one")
         data.eval = {name: encode(f"eval_{name}", raw) for name, raw in evaluation.items()}
     elif evaluation is not None:
         data.eval = encode("eval", evaluation)
@@ -105,7 +112,7 @@ def check_one_rollout(dataset: Dataset, args: OnlineArguments) -> None:
 
 def _as_dataset(name: str, raw: Any) -> Dataset:
     if isinstance(raw, list):
-        raw = Dataset.from_list(raw)
+        raw = _from_list(name, raw)
     if isinstance(raw, IterableDataset) or not isinstance(raw, Dataset):
         raise TypeError(
             f"{name} dataset: got {type(raw).__name__}, allowed are a map-style datasets.Dataset or a list of dicts"
@@ -113,3 +120,26 @@ def _as_dataset(name: str, raw: Any) -> Dataset:
     if len(raw) == 0:
         raise ValueError(f"the {name} dataset is empty")
     return raw
+
+
+def _from_list(name: str, rows: list[Any]) -> Dataset:
+    """A dataset of all columns that any row has; `Dataset.from_list` would drop those that the first row lacks."""
+    columns: dict[str, None] = {}
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise TypeError(f"{name} dataset row {number}: got {type(row).__name__}, allowed is a dict")
+        columns |= dict.fromkeys(row)
+    if rows and not columns:
+        raise ValueError(f"the {name} dataset has no columns")
+    try:
+        return Dataset.from_list([{column: row.get(column) for column in columns} for row in rows])
+    except (pa.ArrowException, UnicodeError, OverflowError):
+        # Once more column by column, to name the one that does not fit together.
+        for column in columns:
+            try:
+                Dataset.from_dict({column: [row.get(column) for row in rows]})
+            except (pa.ArrowException, UnicodeError, OverflowError) as error:
+                raise ValueError(
+                    f"{name} dataset, column {column!r}: its values make no column of one type ({error})"
+                ) from error
+        raise

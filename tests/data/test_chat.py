@@ -141,3 +141,19 @@ def test_template_arguments_reach_the_template() -> None:
     assert render(tokenizer, chat("c"), generation_prompt=True, think=True) == [USER, C, EOS, ASSISTANT, A]
     assert encode_prompt(tokenizer, chat("c"), think=True) == [USER, C, EOS, ASSISTANT, A]
     assert encode_prompt(tokenizer, chat("c")) == [USER, C, EOS, ASSISTANT]
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"prompt": [{"role": "user", "content": None}]}, r"prompt\[0\]\['content'\]=None: allowed is a text"),
+        ({"messages": "a"}, "messages='a': allowed is a list of messages"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "nothing is left of it as a prompt"),
+        ({"instruction": 5}, "instruction=5: allowed is a text"),
+        ({"instruction": "a", "input": 5}, "input=5: allowed is a text"),
+        ({"prompt": None, "answer": "a"}, r"it has \['answer', 'prompt'\], of which None are \['prompt'\]"),
+    ],
+)
+def test_prompts_of_another_type(example: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^eval dataset row 0: .*{message}"):
+        encode_prompts(Dataset.from_list([example]), make_tokenizer(), "eval dataset")

@@ -10,6 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from hf_strategies.data.chat import check_messages
 from hf_strategies.data.formats import collate, encode_dataset, read_rows, shape_of, split_pair, with_eos
 
 A, B, C, D = (VOCAB[c] for c in "abcd")
@@ -152,12 +153,84 @@ def test_packing_loses_nothing() -> None:
             r"row 0: old_logprobs shape must match completions: got \[1, 1\], expected \[2, 2\]",
         ),
         ({"old_logprobs": [[-1.0, float("nan")], [-1.0, -1.0]]}, "row 0: old_logprobs must be finite"),
+        ({"old_logprobs": [[-1.0, None], [-1.0, -1.0]]}, r"old_logprobs must be finite: old_logprobs\[0\]\[1\]=None"),
+        (
+            {"old_logprobs": [[-1.0, -1.0], None]},
+            r"row 0: old_logprobs\[1\]=None: allowed is a list, one number per tok",
+        ),
+        ({"old_logprobs": [[-1.0, -1.0]]}, r"row 0: old_logprobs=\[\[.*: allowed is a list of 2 lists"),
+        ({"old_logprobs": [-1.0, -1.0]}, r"row 0: old_logprobs\[0\]=-1.0: allowed is a list, one number per token"),
+        (
+            {"old_logprobs": [[-1.0, 0.5], [-1.0, -1.0]]},
+            r"row 0: old_logprobs\[0\]\[1\]=0.5: allowed is a number <= 0",
+        ),
+        ({"rewards": 1.0}, r"row 0: rewards=1.0: allowed is a list, one entry per completion"),
+        ({"rewards": ["1", "0"]}, r"row 0: rewards\[0\]='1': allowed is a number or None"),
+        ({"completions": "bc"}, r"row 0: completions='bc': allowed is a list, one entry per completion"),
+        ({"completions": ["b", None]}, r"row 0: completions\[1\]=None: allowed is a text"),
+        ({"rewards": [None, None]}, r"no row of the dataset can train \(1 rows, dropped: \{'no_reward': 1\}\)"),
     ],
 )
 def test_scored_groups_are_checked(changes: dict[str, Any], message: str) -> None:
     example = {"prompt": "a", "completions": ["b", "c"], "rewards": [1.0, 0.0], **changes}
     with pytest.raises(ValueError, match=message):
         encode_dataset(Dataset.from_list([example]), make_tokenizer(), None)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"text": 5}, "text=5: allowed is a text"),
+        ({"text": ["a", "b"]}, r"text=\['a', 'b'\]: allowed is a text"),
+        ({"prompt": 5, "completion": "b"}, "prompt: got int, allowed are a text or a list of messages"),
+        ({"prompt": "a", "completion": 5}, "completion=5: allowed is a text"),
+        ({"prompt": "a", "completion": ["b"]}, r"completion=\['b'\]: allowed is a text"),
+        ({"prompt": "a", "completion": []}, r"completion=\[\]: allowed is a text"),
+        (
+            {"prompt": chat("a"), "completion": [{"role": "assistant"}]},
+            r"completion\[0\]\['content'\]=None: allowed is a",
+        ),
+        ({"prompt": [{"role": "user"}], "completion": "b"}, r"prompt\[0\]\['content'\]=None: allowed is a text"),
+        ({"messages": "a"}, "messages='a': allowed is a list of messages"),
+        ({"messages": []}, r"messages=\[\]: allowed is a list of messages that is not empty"),
+        ({"messages": [{"role": None, "content": "a"}]}, r"messages\[0\]\['role'\]=None: allowed is a text"),
+        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\]\['content'\]=5: allowed is a text"),
+        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\]\['content'\]=None: allowed is a text"),
+        ({"input_ids": 5}, "input_ids=5: allowed is a list of token ids"),
+        ({"input_ids": "abc"}, "input_ids='abc': allowed is a list of token ids"),
+        ({"input_ids": [1, -1]}, r"input_ids\[1\]=-1: allowed is a whole number >= 0"),
+        ({"input_ids": [1.0, 2.0]}, r"input_ids\[0\]=1.0: allowed is a whole number >= 0"),
+        ({"input_ids": [True, False]}, r"input_ids\[0\]=True: allowed is a whole number"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_columns_of_another_type(example: dict[str, Any], message: str, packed: bool) -> None:
+    """Tokenizers take a list for several texts, and templates write None: both would train on something else."""
+    good = {"text": "a", "prompt": chat("a"), "completion": "b", "messages": chat("a"), "input_ids": [1, 2]}
+    if "content" not in str(example) and isinstance(example.get("prompt"), str):
+        good["prompt"] = "a"
+    with pytest.raises(ValueError, match=f"^dataset row 0: {message}"):
+        encode_dataset(Dataset.from_list([example]), make_tokenizer(), None, packed=packed, scored=False)
+    encode_dataset(Dataset.from_list([{name: good[name] for name in example}]), make_tokenizer(), None, packed=packed)
+
+
+def test_pairs_that_lack_their_prompt() -> None:
+    """Without a column prompt a pair holds its prompt twice; a prompt that is missing in a row is not found there."""
+    pairs = [{"prompt": prompt, "chosen": "ab", "rejected": "ac"} for prompt in ("a", None)]
+    with pytest.raises(
+        ValueError, match="^dataset row 1: prompt=None: allowed are a text or a list of messages, or no"
+    ):
+        encode_dataset(Dataset.from_list(pairs), make_tokenizer(), None, min_rows=2, scored=True)
+    for chosen, rejected in ((5, "a"), ("a", None), (["a"], ["b"])):
+        with pytest.raises(ValueError, match=r"(chosen|rejected)=.*: allowed is a text"):
+            split_pair(chosen, rejected)
+
+
+def test_messages_of_tools_have_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    check_messages([{"role": "user", "content": [{"type": "text", "text": "a"}]}, call], "messages")
+    with pytest.raises(ValueError, match=r"messages\[0\]=None: allowed is a message, a dict with role and content"):
+        check_messages([None], "messages")
 
 
 def test_which_columns_count() -> None:
@@ -178,7 +251,9 @@ def test_which_columns_count() -> None:
     pairs = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     with pytest.raises(ValueError, match="one of these sets is needed: prompt, completion"):
         encode_dataset(pairs, make_tokenizer(), None, scored=False)
-    with pytest.raises(ValueError, match=r"dataset row 1: .*one of these sets is needed"):
+    with pytest.raises(
+        ValueError, match=r"dataset row 1: one of prompt, completion is missing: .*of which None are \['completion'\]"
+    ):
         encode_dataset(
             Dataset.from_list([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}]),
             make_tokenizer(),

@@ -297,6 +297,44 @@ def test_datasets_of_given_rows(name: str, data: list[dict[str, Any]], message: 
         trainer_class(model_folder, args=config_of(**common(max_length=64)), train_dataset=data)
 
 
+def test_lists_of_rows(model_folder: str) -> None:
+    """A column that the first row lacks is a column; what is no row, or no column, is named."""
+    with pytest.raises(TypeError, match="eval_a dataset row 1: got str, allowed is a dict"):
+        grpo(model_folder, trainer={"eval_dataset": {"a": [PROMPTS[0], "q"]}})
+    with pytest.raises(ValueError, match="the train dataset has no columns"):
+        grpo(model_folder, [{}] * 4)
+    with pytest.raises(ValueError, match="train dataset, column 'answer': its values make no column of one type"):
+        grpo(model_folder, [*PROMPTS, {"prompt": "a", "answer": 5}])
+    with pytest.raises(ValueError, match=r"train dataset, column 'prompt': its values make .* surrogates not allowed"):
+        grpo(model_folder, [*PROMPTS, {"prompt": "a\ud800", "answer": "a"}])
+    with pytest.raises(ValueError, match=r"eval_dataset=\{\}: allowed is a dataset, or a dict of at least one"):
+        grpo(model_folder, trainer={"eval_dataset": {}})
+    with pytest.raises(ValueError, match=r"eval_b dataset row 1: prompt '' has no tokens"):
+        grpo(model_folder, trainer={"eval_dataset": {"b": [PROMPTS[0], {"prompt": "", "answer": "a"}]}})
+    old = {"old_logprobs": [[-1.0, -1.0], [-1.0, -1.0, -1.0]]}
+    with pytest.raises(ValueError, match="old_logprobs is given in 3 of 4 rows"):
+        GRPOTrainer(model_folder, None, config(), [GROUPS[0], *({**group, **old} for group in GROUPS[1:])])
+    seen: list[Any] = []
+
+    def spy(completions: list[str], hint: list[Any], **kwargs: Any) -> list[float]:
+        seen.extend(hint)
+        return [0.0] * len(completions)
+
+    hinted = [PROMPTS[0], *({**row, "hint": "h"} for row in PROMPTS[1:])]
+    trainer = grpo(make_model(), hinted, spy, {"processing_class": make_tokenizer()}, num_train_epochs=1)
+    trainer.train()
+    assert sorted(set(seen), key=str) == [None, "h"]
+
+
+def test_ids_of_another_tokenizer(model_folder: str) -> None:
+    for name in ("sft", "seq"):
+        trainer_class, config_of = CLASSES[name]
+        with pytest.raises(
+            ValueError, match=r"a row holds the token id 999, the model's embedding has \d+: was it enc"
+        ):
+            trainer_class(model_folder, args=config_of(**common()), train_dataset=[{"input_ids": [1, 999]}])
+
+
 def test_dropped_rows_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Pitfall D-66: counted by reason and by dataset, and said."""
     data = [{"prompt": "a" * n, "completion": "b"} for n in (2, 70, 3, 80)]
