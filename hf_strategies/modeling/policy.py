@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import nn
 from transformers import (
@@ -19,7 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -37,7 +38,14 @@ def load_tokenizer(model: str | nn.Module, trust_remote_code: bool = False) -> P
 
 
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Give the tokenizer a pad token. Safe with pad == eos: masks here never come from ids."""
+    """Give the tokenizer a pad token. Safe with pad == eos: masks here never come from ids.
+
+    Raises:
+        TypeError: no tokenizer.
+        ValueError: neither a pad nor an end-of-sequence token.
+    """
+    if not (callable(tokenizer) and hasattr(tokenizer, "pad_token_id")):
+        raise TypeError(f"processing_class: got {type(tokenizer).__name__}, allowed is a tokenizer")
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise ValueError("the tokenizer has neither pad_token nor eos_token; set one of them")
@@ -50,13 +58,75 @@ def read_config(model: str | nn.Module, init_kwargs: dict[str, Any]) -> Any:
 
     Raises:
         TypeError: ``model`` is of another type.
+        ValueError: an id or path that cannot be read, an adapter without its base model, or no causal LM.
     """
     if isinstance(model, str):
-        keys = ("trust_remote_code", "revision", "cache_dir", "token", "subfolder")
-        return AutoConfig.from_pretrained(model, **{k: v for k, v in init_kwargs.items() if k in keys})
-    if not isinstance(model, PreTrainedModel | PeftModel):
+        config = _config_of(model, init_kwargs)
+    elif isinstance(model, PreTrainedModel | PeftModel):
+        config = model.config
+    else:
         raise TypeError(f"model: got {type(model).__name__}, allowed are an id or path, PreTrainedModel, PeftModel")
-    return model.config
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    no_head = isinstance(base, PreTrainedModel) and not base.can_generate()
+    if no_head or getattr(config, "is_encoder_decoder", False):
+        kind = type(base).__name__ if isinstance(base, PreTrainedModel) else config.model_type
+        raise ValueError(f"model: {kind} is no causal LM; load it with AutoModelForCausalLM")
+    return config
+
+
+def _config_of(name: str, init_kwargs: dict[str, Any]) -> Any:
+    if (Path(name) / ADAPTER_CONFIG_NAME).is_file():
+        raise ValueError(
+            f"model={name!r} is an adapter: to train it on, load it with "
+            "AutoPeftModelForCausalLM.from_pretrained(..., is_trainable=True); for another one, name its base model"
+        )
+    keys = ("trust_remote_code", "revision", "cache_dir", "token", "subfolder")
+    try:
+        return AutoConfig.from_pretrained(name, **{k: v for k, v in init_kwargs.items() if k in keys})
+    except (OSError, ValueError) as error:
+        is_path = Path(name).exists() or name.startswith((".", "/", "~"))
+        what = (
+            "no folder of a model with a config.json" if is_path else "neither a folder nor an id that the Hub knows"
+        )
+        raise ValueError(f"model={name!r} is {what}: {error}") from error
+
+
+def check_peft_config(peft_config: Any) -> None:
+    """Raise unless an adapter can be trained here.
+
+    Raises:
+        TypeError: no `PeftConfig`.
+        ValueError: one for inference, or one that puts tokens before the prompt: positions here are those of the rows.
+    """
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(f"peft_config: got {type(peft_config).__name__}, allowed is a PeftConfig, such as LoraConfig")
+    if peft_config.is_prompt_learning:
+        raise ValueError(
+            f"peft_config: {type(peft_config).__name__} adds tokens to every prompt, which is not supported"
+        )
+    if peft_config.inference_mode:
+        raise ValueError("peft_config.inference_mode=True: allowed is False, nothing would be trained")
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise where a model brings adapters that would be overwritten or trained in part.
+
+    Raises:
+        ValueError: adapter layers without their `PeftModel`, several active adapters, or prompt learning.
+    """
+    if not isinstance(model, PeftModel):
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise ValueError(
+                "the model holds adapter layers of another PeftModel: give that PeftModel, or merge it first "
+                "(merge_and_unload)"
+            )
+        return
+    active = model.active_adapters if hasattr(model, "active_adapters") else [model.active_adapter]
+    if len(active) > 1:
+        raise ValueError(f"the model has several active adapters, {active}: allowed is one (model.set_adapter)")
+    config = model.peft_config[active[0]]
+    if config.is_prompt_learning:
+        raise ValueError(f"model: {type(config).__name__} adds tokens to every prompt, which is not supported")
 
 
 def check_sizes(
@@ -105,10 +175,12 @@ def load_policy(model: str | nn.Module, init_kwargs: dict[str, Any], peft_config
         Unwrapped model with its trainable parameters; adapter weights in float32 where the base is half precision.
 
     Raises:
-        ValueError: an adapter config together with a `PeftModel`, or nothing to train.
+        ValueError: an adapter config together with a `PeftModel`, adapters that `check_adapters` refuses, or nothing
+            to train.
     """
     if isinstance(model, str):
         model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": torch.float32, **init_kwargs})
+    check_adapters(model)
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ValueError("peft_config is given together with a PeftModel: pass one of them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable
@@ -100,6 +101,9 @@ def _reward(name: str) -> Any:
         return BUILT_IN[name]
     module, _, attribute = name.rpartition(".")
     if not module or "/" in name:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        if near and not Path(name).exists():
+            raise ValueError(f"reward_funcs: {name!r} is unknown, did you mean {near[0]!r}?")
         return name  # a model id
     sys.path.insert(0, str(Path.cwd()))
     try:

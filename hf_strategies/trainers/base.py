@@ -12,13 +12,15 @@ import logging
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from peft import PeftConfig
+from huggingface_hub import get_token
+from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_strategies.batch import Batch
@@ -26,6 +28,7 @@ from hf_strategies.data.formats import collate
 from hf_strategies.modeling.critic import attach_critic
 from hf_strategies.modeling.forward import CheckedForward, ForwardResult, causal_lm_of
 from hf_strategies.modeling.policy import (
+    check_peft_config,
     check_sizes,
     disable_dropout,
     ensure_pad_token,
@@ -49,8 +52,8 @@ from hf_strategies.trainers.arguments import (
     options_from,
     strategy_options,
 )
-from hf_strategies.trainers.checkpoints import CheckpointMixin
-from hf_strategies.trainers.datasets import check_one_rollout, prepare_data
+from hf_strategies.trainers.checkpoints import CheckpointMixin, check_checkpoint
+from hf_strategies.trainers.datasets import check_one_batch, check_one_rollout, prepare_data
 from hf_strategies.trainers.micro_batches import check_low_memory, level, pieces_of, without_sync
 from hf_strategies.trainers.preparation import Preparation
 from hf_strategies.trainers.random_state import preserved_random_state
@@ -130,6 +133,11 @@ class StrategyTrainer(CheckpointMixin):
             raise ValueError("ref_model is the policy itself: it would change with every update; leave it unset")
         if ref_model is not None and not self.strategy.needs_reference:
             logger.warning("ref_model is not used: %s compares with no reference under these options", strategy)
+        if ref_model is not None and not isinstance(ref_model, PreTrainedModel | PeftModel):
+            raise TypeError(f"ref_model: got {type(ref_model).__name__}, allowed are a PreTrainedModel, PeftModel")
+        if peft_config is not None:
+            check_peft_config(peft_config)
+        self._check_run(args, eval_dataset)
         rollout_args = args if isinstance(args, OnlineArguments) and entry.online else None
         if rollout_args is not None:
             rollout_args.check_rollouts(self.strategy.min_group_size)
@@ -142,6 +150,13 @@ class StrategyTrainer(CheckpointMixin):
         check_sizes(config, tokenizer)
         data = prepare_data(train_dataset, eval_dataset, tokenizer, self.strategy, args, rollout_args, self.packed)
         check_sizes(config, tokenizer, data.longest, data.largest_id)
+        if ref_model is not None and self.strategy.needs_reference:
+            try:
+                check_sizes(ref_model.config, tokenizer, data.longest, data.largest_id)
+            except ValueError as error:
+                raise ValueError(f"ref_model: {error}") from None
+        if data.train is not None and rollout_args is None:
+            check_one_batch(data.train, args)
         self.dropped = data.dropped
         self.rollouts: RolloutCallback | None = None
         if rollout_args is not None:
@@ -215,6 +230,23 @@ class StrategyTrainer(CheckpointMixin):
             raise ValueError(
                 f"strategy {self.strategy_name!r} trains on given rows and makes no rollouts: leave reward_funcs out"
             )
+
+    def _check_run(self, args: StrategyArguments, eval_dataset: Any) -> None:
+        """Refuse what would end the run later, after weights are loaded or after training."""
+        if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+            asked = "eval_on_start=True" if args.eval_on_start else "eval_strategy"
+            raise ValueError(f"eval_dataset is not given, and {asked} asks for evaluations")
+        if args.load_best_model_at_end and args.eval_strategy == "no":
+            raise ValueError(
+                "load_best_model_at_end=True: which one is best is known from evaluations, set eval_strategy"
+            )
+        if args.output_dir is not None and Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
+            raise ValueError(f"output_dir={args.output_dir!r}: allowed is a folder, this is a file")
+        if args.push_to_hub and not (args.hub_token or get_token()):
+            raise ValueError("push_to_hub=True needs a token: run `hf auth login`, or set HF_TOKEN or hub_token")
+        if args.resume_from_checkpoint is not None:
+            engine = args.deepspeed is not None or bool(args.fsdp)
+            check_checkpoint(args.resume_from_checkpoint, self.strategy_name, needs_optimizer=not engine)
 
     # ---- data ----
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
@@ -19,6 +22,66 @@ STATE_FILE = "strategy_state.json"
 CRITIC_FILE = "critic.safetensors"
 
 
+# What Trainer saves for exact resumption; without one of these it would begin afresh there, silently.
+RESUME_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+
+
+def check_checkpoint(folder: Any, strategy: str, *, needs_optimizer: bool = True) -> None:
+    """Raise unless a folder is a complete checkpoint of a strategy; no weights are read.
+
+    Args:
+        folder: what is to be resumed from.
+        strategy: registered name of this run's strategy.
+        needs_optimizer: whether optimizer and scheduler are files in the folder (engines have their own formats).
+
+    Raises:
+        TypeError: no path.
+        FileNotFoundError: no such folder, or one that lacks a file.
+        ValueError: a file that is cut off, or the checkpoint of another strategy.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"resume_from_checkpoint={folder!r}: allowed are a folder, True and None")
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"resume_from_checkpoint={str(folder)!r}: no such folder")
+    for name in RESUME_FILES if needs_optimizer else RESUME_FILES[:1]:
+        if not (path / name).is_file():
+            raise FileNotFoundError(
+                f"resume_from_checkpoint={str(folder)!r} is no checkpoint to resume from: {name} is missing (was it "
+                "written with save_only_model, or is it a saved model?)"
+            )
+    for file in sorted(path.rglob("*")):
+        problem = _damage(file)
+        if problem:
+            raise ValueError(
+                f"resume_from_checkpoint: {file} is damaged ({problem}): was the run stopped while saving?"
+            )
+    if (path / STATE_FILE).is_file():
+        saved = json.loads((path / STATE_FILE).read_text()).get("strategy", strategy)
+        if saved != strategy:
+            raise ValueError(
+                f"resume_from_checkpoint={str(folder)!r} is of strategy {saved!r}, this run's is {strategy!r}"
+            )
+
+
+def _damage(file: Path) -> str | None:
+    """What is wrong with a file, as far as its outer form tells."""
+    if file.suffix == ".json":
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            return str(error)
+    if file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            return str(error)
+    if file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file):
+        return "no archive of torch"
+    return None
+
+
 class CheckpointMixin(Trainer):
     """Saves and restores critic, rollouts and counters; exports the policy alone. Safetensors and JSON only."""
 
@@ -27,6 +90,7 @@ class CheckpointMixin(Trainer):
     processing_class: Any
     rollouts: RolloutCallback | None
     num_tokens: int
+    strategy_name: str
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write the policy alone (no critic, no reference) and what is needed to use it."""
@@ -46,7 +110,9 @@ class CheckpointMixin(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         folder = Path(output_dir)
         if self.args.should_save:
-            (folder / STATE_FILE).write_text(json.dumps({"num_tokens": self.num_tokens}))
+            (folder / STATE_FILE).write_text(
+                json.dumps({"num_tokens": self.num_tokens, "strategy": self.strategy_name})
+            )
             critic = critic_of(self.model)
             if critic is not None:
                 save_file(critic.state_dict(), folder / CRITIC_FILE)
@@ -54,6 +120,13 @@ class CheckpointMixin(Trainer):
             self.rollouts.save(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        check_checkpoint(resume_from_checkpoint, self.strategy_name)
+        adapter = any(Path(resume_from_checkpoint).rglob("adapter_config.json"))
+        if adapter != isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
+            kinds = ("an adapter", "a full model") if adapter else ("a full model", "an adapter")
+            raise ValueError(
+                f"resume_from_checkpoint={str(resume_from_checkpoint)!r} holds {kinds[0]}, this run trains {kinds[1]}"
+            )
         critic = critic_of(self.model)
         critic_file = Path(resume_from_checkpoint) / CRITIC_FILE
         if critic is not None and not critic_file.exists():

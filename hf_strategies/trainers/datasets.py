@@ -110,6 +110,20 @@ def check_one_rollout(dataset: Dataset, args: OnlineArguments) -> None:
         )
 
 
+def check_one_batch(dataset: Dataset, args: StrategyArguments) -> None:
+    """Raise where every batch would be dropped, and nothing trained.
+
+    Raises:
+        ValueError: fewer rows than a batch of all processes, with ``dataloader_drop_last``.
+    """
+    needed = args.per_device_train_batch_size * args.world_size
+    if args.dataloader_drop_last and len(dataset) < needed:
+        raise ValueError(
+            f"dataloader_drop_last=True drops all {len(dataset)} rows of the train dataset: a batch takes {needed} "
+            f"(per_device_train_batch_size={args.per_device_train_batch_size} on {args.world_size} processes)"
+        )
+
+
 def _as_dataset(name: str, raw: Any) -> Dataset:
     if isinstance(raw, list):
         raw = _from_list(name, raw)

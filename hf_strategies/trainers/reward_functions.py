@@ -62,17 +62,36 @@ def resolve_rewards(
 
 def _as_function(reward: Any, tokenizer: Any) -> RewardFunction:
     if isinstance(reward, str):
-        model = AutoModelForSequenceClassification.from_pretrained(reward, num_labels=1)
-        return ModelReward(model, tokenizer or AutoTokenizer.from_pretrained(reward))
+        try:
+            model = AutoModelForSequenceClassification.from_pretrained(reward, num_labels=1)
+            return ModelReward(model, tokenizer or AutoTokenizer.from_pretrained(reward))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"reward_funcs: {reward!r} cannot be loaded as a sequence-classification model: {error}"
+            ) from error
     if isinstance(reward, nn.Module):
         model = cast(Any, reward)
+        if getattr(model, "can_generate", bool)():
+            raise TypeError(
+                f"reward_funcs: {type(model).__name__} gives no score, allowed is a sequence-classification model"
+            )
+        if tokenizer is None and not model.config._name_or_path:
+            raise ValueError(
+                f"reward_processing_classes is needed: {type(model).__name__} does not say which tokenizer is its own"
+            )
         return ModelReward(model, tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path))
     return reward
 
 
 def _check_columns(function: RewardFunction, dataset: str, columns: Sequence[str]) -> None:
     travelling = [name for name in columns if name not in PROMPT_COLUMNS]
-    for name, parameter in inspect.signature(function).parameters.items():
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # of some types written in C
+        raise TypeError(
+            f"reward_funcs: {function!r} does not say which parameters it takes, allowed are functions"
+        ) from None
+    for name, parameter in parameters.items():
         if parameter.kind in (
             inspect.Parameter.VAR_KEYWORD,
             inspect.Parameter.VAR_POSITIONAL,

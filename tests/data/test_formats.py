@@ -218,7 +218,7 @@ def test_pairs_that_lack_their_prompt() -> None:
     """Without a column prompt a pair holds its prompt twice; a prompt that is missing in a row is not found there."""
     pairs = [{"prompt": prompt, "chosen": "ab", "rejected": "ac"} for prompt in ("a", None)]
     with pytest.raises(
-        ValueError, match="^dataset row 1: prompt=None: allowed are a text or a list of messages, or no"
+        ValueError, match=r"^dataset row 1: prompt=None: allowed are a text or a list of messages, or no"
     ):
         encode_dataset(Dataset.from_list(pairs), make_tokenizer(), None, min_rows=2, scored=True)
     for chosen, rejected in ((5, "a"), ("a", None), (["a"], ["b"])):

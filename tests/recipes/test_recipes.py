@@ -25,7 +25,7 @@ from hf_strategies.data.demo import (
     divided_numbers,
 )
 from hf_strategies.data.reasoning import strict_answer
-from hf_strategies.recipe import RewardArguments, parse_recipe
+from hf_strategies.recipe import RewardArguments, online_task, parse_recipe
 from hf_strategies.recipe.heldout import HeldOut
 from hf_strategies.recipe.tasks import held_out
 
@@ -188,6 +188,12 @@ def counted(step: Any, steps: list[int]) -> Any:
         return step(trainer, *args, **kwargs)
 
     return noting
+
+
+def test_a_built_in_reward_that_is_mistyped() -> None:
+    """Taken for the id of a reward model, it would be looked for on the Hub."""
+    with pytest.raises(ValueError, match="reward_funcs: 'acuracy' is unknown, did you mean 'accuracy'"):
+        online_task(DataArguments(), RewardArguments(reward_funcs=["acuracy"]), 0)
 
 
 def total(prompt: list[dict[str, str]]) -> int:

@@ -12,9 +12,17 @@ import torch
 from conftest import make_model, make_tokenizer
 from datasets import Dataset, DatasetDict, IterableDataset
 from harness import CLASSES, NAMES, ONLINE, lora, rows
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, PromptTuningConfig
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaConfig,
+    T5Config,
+)
 
 from hf_strategies import (
     DPOConfig,
@@ -403,6 +411,19 @@ def test_rewards_at_construction(model_folder: str) -> None:
         grpo(model_folder, reward_funcs=[])
     with pytest.raises(TypeError, match="reward_funcs: 3 cannot be called"):
         grpo(model_folder, reward_funcs=[reward, 3])
+    with pytest.raises(TypeError, match="reward_funcs: LlamaForCausalLM gives no score"):
+        grpo(model_folder, reward_funcs=make_model())
+    scorer = AutoModelForSequenceClassification.from_config(make_model().config)
+    with pytest.raises(
+        ValueError, match="reward_processing_classes is needed: LlamaForSequenceClassification does not"
+    ):
+        grpo(model_folder, reward_funcs=scorer)
+    with pytest.raises(
+        ValueError, match="reward_funcs: '/nowhere' cannot be loaded as a sequence-classification model"
+    ):
+        grpo(model_folder, reward_funcs="/nowhere")
+    with pytest.raises(TypeError, match="reward_funcs: <class 'dict'> does not say which parameters it takes"):
+        grpo(model_folder, reward_funcs=dict)
     with pytest.raises(ValueError, match=r"names must differ, got \['reward'\] twice"):
         grpo(model_folder, reward_funcs=[reward, reward])
 
@@ -506,6 +527,120 @@ def test_adapters_that_do_not_train(tmp_path: Path) -> None:
     assert grpo(trained, trainer={"processing_class": make_tokenizer()}).model is trained
     with pytest.raises(ValueError, match=r"has no trainable parameter$"):
         grpo(make_model().requires_grad_(False), trainer={"processing_class": make_tokenizer()})
+
+
+def test_runs_that_would_end_late(tmp_path: Path, model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Trainer says after the weights are loaded, or at the end of the run."""
+    for options in ({"eval_strategy": "steps"}, {"eval_strategy": "epoch"}, {"eval_on_start": True}):
+        name = next(iter(options))
+        with pytest.raises(ValueError, match=f"eval_dataset is not given, and {name}.* asks for evaluations"):
+            grpo(model_folder, **options)
+        with pytest.raises(OSError, match="no file named"):
+            grpo(model_folder, trainer={"eval_dataset": PROMPTS}, **options)
+    with pytest.raises(ValueError, match=r"load_best_model_at_end=True: which one is best .* set eval_strategy"):
+        grpo(model_folder, trainer={"eval_dataset": PROMPTS}, load_best_model_at_end=True)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=r"output_dir='.*file': allowed is a folder, this is a file"):
+        grpo(model_folder, output_dir=str(file))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("hf_strategies.trainers.base.get_token", lambda: None)
+    with pytest.raises(ValueError, match="push_to_hub=True needs a token"):
+        grpo(model_folder, push_to_hub=True)
+    with pytest.raises(OSError, match="no file named"):
+        grpo(model_folder, push_to_hub=True, hub_token="a")
+
+
+@pytest.mark.parametrize("name", ["sft", "seq", "dpo", "grpo"])
+def test_batches_that_are_all_dropped(name: str, model_folder: str) -> None:
+    trainer_class, config_of = CLASSES[name]
+
+    def build(batch: int) -> None:
+        args = config_of(**common(dataloader_drop_last=True, per_device_train_batch_size=batch, max_length=4))
+        trainer_class(model_folder, args=args, train_dataset=data)
+
+    data = [{"text": "abc"}] * 8 if name == "seq" else rows(name, 8)
+    if name in ("dpo", "grpo", "sft"):
+        data = [{**row, "prompt": "a"} for row in data]
+    with pytest.raises(ValueError, match=r"dataloader_drop_last=True drops all 8 rows .*: a batch takes 9 "):
+        build(9)
+    with pytest.raises(OSError, match="no file named"):
+        build(8)
+
+
+def test_models_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model='/nowhere/nothing' is no folder of a model with a config.json"):
+        grpo("/nowhere/nothing")
+    with pytest.raises(ValueError, match=r"model='.*' is no folder of a model with a config.json"):
+        grpo(str(tmp_path))
+    lora(make_model()).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"model='.*' is an adapter: to train it on, load it with AutoPeftModelForCaus"
+    ):
+        grpo(str(tmp_path))
+    with pytest.raises(TypeError, match="processing_class: got str, allowed is a tokenizer"):
+        grpo(make_model(), trainer={"processing_class": "name"})
+
+
+@pytest.mark.parametrize("kind", [AutoModel, AutoModelForSequenceClassification, AutoModelForMaskedLM])
+def test_models_that_are_no_causal_lm(kind: Any, tmp_path: Path) -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    settings = BertConfig(vocab_size=60, **small) if kind is AutoModelForMaskedLM else LlamaConfig(**small)
+    model = kind.from_config(settings)
+    with pytest.raises(ValueError, match=f"model: {type(model).__name__} is no causal LM"):
+        grpo(model, trainer={"processing_class": make_tokenizer()})
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model: t5 is no causal LM; load it with AutoModelForCausalLM"):
+        grpo(str(tmp_path), trainer={"processing_class": make_tokenizer()})
+
+
+def test_adapters_that_cannot_be_trained(model_folder: str) -> None:
+    for given, error, message in (
+        ({"r": 4}, TypeError, "peft_config: got dict, allowed is a PeftConfig"),
+        ("lora", TypeError, "peft_config: got str, allowed is a PeftConfig"),
+        (PromptTuningConfig(num_virtual_tokens=2), ValueError, "peft_config: PromptTuningConfig adds tokens to every"),
+        (LoraConfig(inference_mode=True), ValueError, "peft_config.inference_mode=True: allowed is False"),
+    ):
+        with pytest.raises(error, match=message):
+            grpo(model_folder, trainer={"peft_config": given})
+
+
+@pytest.mark.parametrize("config", [None, LoraConfig(r=2, target_modules="all-linear")], ids=["alone", "another"])
+def test_adapters_without_their_model(config: LoraConfig | None) -> None:
+    """An adapter put on top would silently take the place of the trained one."""
+    more = {"processing_class": make_tokenizer(), "peft_config": config}
+    with pytest.raises(
+        ValueError, match="holds adapter layers of another PeftModel: give that PeftModel, or merge it"
+    ):
+        grpo(lora(make_model()).get_base_model(), trainer=more)
+    assert grpo(lora(make_model()).merge_and_unload().requires_grad_(True), trainer=more).model is not None
+
+
+def test_several_active_adapters() -> None:
+    model = lora(make_model())
+    model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear"))
+    more = {"processing_class": make_tokenizer()}
+    assert grpo(model, trainer=more).model is model
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match=r"several active adapters, \['default', 'second'\]: allowed is one"):
+        grpo(model, trainer=more)
+
+
+def test_references_that_cannot_score(model_folder: str) -> None:
+    def build(reference: Any) -> None:
+        DPOTrainer(model_folder, reference, DPOConfig(**common()), PAIRS)
+
+    with pytest.raises(TypeError, match="ref_model: got str, allowed are a PreTrainedModel, PeftModel"):
+        build("nowhere/nothing")
+    with pytest.raises(TypeError, match="ref_model: got Linear"):
+        build(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"ref_model: the tokenizer has \d+ tokens, the model's embedding only 20"):
+        build(make_model(vocab_size=20))
+    with pytest.raises(ValueError, match=r"ref_model: the longest row has 4 tokens .*, the model holds 3"):
+        build(make_model(max_position_embeddings=3))
+    with pytest.raises(OSError, match="no file named"):
+        build(make_model())
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -202,7 +202,8 @@ def test_checkpoint_brings_back_critic_and_optimizer(adapter: bool, tmp_path: Pa
 def test_checkpoint_without_critic_is_named(tmp_path: Path) -> None:
     """Pitfall B-48: refused before anything is loaded, by the name of the file that is missing."""
     options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    build("online_grpo", **options).train()
+    build("online_ppo", **options).train()
+    (tmp_path / "checkpoint-1" / "critic.safetensors").unlink()
     start = build("online_ppo", **options)
     before = weights(start.model)
     with pytest.raises(FileNotFoundError, match=r"checkpoint-1 has no critic \(critic.safetensors is missing\)"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,54 @@ def test_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3" / "rollouts-0.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"rollouts-0.json is missing: the checkpoint cannot resume rollouts"):
         build("online_grpo", data=rows("online_grpo", 8), **options).train(resume_from_checkpoint=checkpoint)
+
+
+def test_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """Weights, optimizer and rollouts of another strategy fit in shape, and would be trained on silently."""
+    options = options_of("online_grpo", tmp_path)
+    build("online_grpo", data=rows("online_grpo", 8), **options).train()
+    checkpoint = str(tmp_path / "checkpoint-3")
+    for name in ("sft", "grpo", "online_dpo", "online_ppo"):
+        with pytest.raises(ValueError, match=f"checkpoint-3' is of strategy 'online_grpo', this run's is '{name}'"):
+            build(name).train(resume_from_checkpoint=checkpoint)
+        with pytest.raises(ValueError, match=f"checkpoint-3' is of strategy 'online_grpo', this run's is '{name}'"):
+            build(name, resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="holds a full model, this run trains an adapter"):
+        build("online_grpo", lora(policy("llama")), rows("online_grpo", 8), **options).train(checkpoint)
+    adapter = {**options, "output_dir": str(tmp_path / "adapter")}
+    build("online_grpo", lora(policy("llama")), rows("online_grpo", 8), **adapter).train()
+    with pytest.raises(ValueError, match="holds an adapter, this run trains a full model"):
+        build("online_grpo", data=rows("online_grpo", 8), **options).train(str(tmp_path / "adapter" / "checkpoint-3"))
+
+
+def test_broken_checkpoints_are_refused(tmp_path: Path) -> None:
+    """Before a model is loaded where the config names the checkpoint, else before anything is restored."""
+    options = options_of("online_ppo", tmp_path)
+    build("online_ppo", data=rows("online_ppo", 8), **options).train()
+    good = tmp_path / "checkpoint-3"
+
+    def refused(folder: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            build("online_ppo", data=rows("online_ppo", 8), **options).train(resume_from_checkpoint=folder)
+        if isinstance(folder, str):
+            changed = {**options, "resume_from_checkpoint": folder}
+            with pytest.raises(error, match=message):
+                build("online_ppo", "nowhere/nothing", rows("online_ppo", 8), **changed)
+
+    refused("/nowhere", FileNotFoundError, "resume_from_checkpoint='/nowhere': no such folder")
+    refused(5, TypeError, "resume_from_checkpoint=5: allowed are a folder, True and None")
+    for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt"):
+        folder = tmp_path / f"without-{name}"
+        shutil.copytree(good, folder)
+        (folder / name).unlink()
+        refused(str(folder), FileNotFoundError, f"is no checkpoint to resume from: {name} is missing")
+    for file in sorted(good.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".pt", ".pth"):
+            folder = tmp_path / f"damaged-{file.name}"
+            shutil.copytree(good, folder)
+            (folder / file.name).write_bytes(file.read_bytes()[:20])
+            refused(str(folder), ValueError, f"{file.name} is damaged .*: was the run stopped while saving")
+    build("online_ppo", data=rows("online_ppo", 8), **options).train(resume_from_checkpoint=good)
 
 
 @pytest.mark.parametrize("name", NAMES)
