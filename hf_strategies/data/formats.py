@@ -372,6 +372,8 @@ def _fit(rows: list[Row], max_length: int | None, min_rows: int) -> tuple[list[R
     empty = [not row.completion_ids for row in rows]
     if all(empty) or (paired and any(empty)):
         return rows, "empty_completion"
+    if paired and list(rows[0].completion_ids) == list(rows[1].completion_ids):
+        return rows, "equal_completions"
     if all(row.reward is not None and math.isnan(row.reward) for row in rows):
         return rows, "no_reward"
     return rows, None

@@ -23,7 +23,7 @@ CRITIC_FILE = "critic.safetensors"
 
 
 # What Trainer saves for exact resumption; without one of these it would begin afresh there, silently.
-RESUME_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+RESUME_FILES = ("trainer_state.json", STATE_FILE, "optimizer.pt", "scheduler.pt")
 
 
 def check_checkpoint(folder: Any, strategy: str, *, needs_optimizer: bool = True) -> None:
@@ -44,7 +44,7 @@ def check_checkpoint(folder: Any, strategy: str, *, needs_optimizer: bool = True
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"resume_from_checkpoint={str(folder)!r}: no such folder")
-    for name in RESUME_FILES if needs_optimizer else RESUME_FILES[:1]:
+    for name in RESUME_FILES if needs_optimizer else RESUME_FILES[:2]:
         if not (path / name).is_file():
             raise FileNotFoundError(
                 f"resume_from_checkpoint={str(folder)!r} is no checkpoint to resume from: {name} is missing (was it "
@@ -56,12 +56,11 @@ def check_checkpoint(folder: Any, strategy: str, *, needs_optimizer: bool = True
             raise ValueError(
                 f"resume_from_checkpoint: {file} is damaged ({problem}): was the run stopped while saving?"
             )
-    if (path / STATE_FILE).is_file():
-        saved = json.loads((path / STATE_FILE).read_text()).get("strategy", strategy)
-        if saved != strategy:
-            raise ValueError(
-                f"resume_from_checkpoint={str(folder)!r} is of strategy {saved!r}, this run's is {strategy!r}"
-            )
+    saved = json.loads((path / STATE_FILE).read_text()).get("strategy", strategy)
+    if saved != strategy:
+        raise ValueError(
+            f"resume_from_checkpoint={str(folder)!r} is of strategy {saved!r}, this run's is {strategy!r}"
+        )
 
 
 def _damage(file: Path) -> str | None:

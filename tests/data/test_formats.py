@@ -346,6 +346,15 @@ def test_every_reason_is_counted() -> None:
     assert len(encoded.dataset) == 1
 
 
+def test_pairs_of_equal_completions() -> None:
+    """Equal as given, or once they are cut: their gradients cancel."""
+    pairs = [{"prompt": "a", "chosen": chosen, "rejected": "bbb"} for chosen in ("bbb", "bbbc", "bbc")]
+    encoded = encode_dataset(Dataset.from_list(pairs), make_tokenizer(), 4, min_rows=2)
+    assert (dict(encoded.dropped), len(encoded.dataset)) == ({"equal_completions": 2}, 1)
+    group = {"prompt": "a", "completions": ["b", "b", "c"], "rewards": [1.0, 1.0, 0.0]}
+    assert not encode_dataset(Dataset.from_list([group]), make_tokenizer(), 4, min_rows=2).dropped
+
+
 def test_groups_keep_rows_that_cannot_be_scored() -> None:
     """Pitfall A-4: None stays NaN through encoding and collation; groups of a batch are told apart."""
     group = {"prompt": "a", "completions": ["b", "c", ""], "rewards": [0.5, None, 2.0]}

@@ -300,7 +300,7 @@ def test_broken_checkpoints_are_refused(tmp_path: Path) -> None:
 
     refused("/nowhere", FileNotFoundError, "resume_from_checkpoint='/nowhere': no such folder")
     refused(5, TypeError, "resume_from_checkpoint=5: allowed are a folder, True and None")
-    for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt"):
+    for name in ("trainer_state.json", "strategy_state.json", "optimizer.pt", "scheduler.pt"):
         folder = tmp_path / f"without-{name}"
         shutil.copytree(good, folder)
         (folder / name).unlink()
