@@ -116,6 +116,7 @@ class Replay:
     def __init__(self, case: Case, tokenizer: Any) -> None:
         self.case = case
         self.tokenizer = tokenizer
+        self.version = 0
 
     def ids(self, prompts: int) -> list[list[list[int]]]:
         """Token ids of every prompt's completions."""
@@ -143,12 +144,13 @@ class Replay:
         from hf_strategies.rollout.engine import RolloutGroup
 
         return [
-            RolloutGroup(list(prompt), [Completion(ids, [-1.0] * len(ids), "stop") for ids in group])
+            RolloutGroup(list(prompt), [Completion(ids, [-1.0] * len(ids), "stop") for ids in group], self.version)
             for prompt, group in zip(prompt_ids, self.ids(len(prompt_ids)), strict=True)
         ]
 
     def sync_weights(self, model: Any, version: int) -> None:
-        """Nothing to do."""
+        """The version is all there is to know."""
+        self.version = version
 
     def close(self) -> None:
         """Nothing to do."""
