@@ -1,8 +1,7 @@
 """The one trainer: where strategy, rollouts and model meet.
 
-Per optimizer step, `get_batch_samples` sees every micro-batch of the step: it rolls out, pins what must not change
-(old and reference log-probabilities, values), lets the strategy assign credit, and counts the exact denominator over
-micro-batches and processes. `compute_loss` is then one forward pass and one call of the strategy.
+What is done in an optimizer step is in `trainers/steps.py`, in an evaluation in `trainers/evaluation.py`, with
+checkpoints in `trainers/checkpoints.py`; here everything is checked, loaded and put together.
 """
 
 from __future__ import annotations
@@ -10,23 +9,19 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from huggingface_hub import get_token
 from peft import PeftConfig, PeftModel
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from hf_strategies.batch import Batch
 from hf_strategies.data.formats import collate
 from hf_strategies.modeling.critic import attach_critic
-from hf_strategies.modeling.forward import CheckedForward, ForwardResult, causal_lm_of
+from hf_strategies.modeling.forward import CheckedForward, causal_lm_of
 from hf_strategies.modeling.policy import (
     check_peft_config,
     check_sizes,
@@ -40,10 +35,9 @@ from hf_strategies.modeling.reference import make_reference
 from hf_strategies.reporting.completions import print_completions
 from hf_strategies.reporting.metrics import MetricStore
 from hf_strategies.reporting.progress import StrategyProgress
-from hf_strategies.rollout.callback import Rollout, RolloutCallback
+from hf_strategies.rollout.callback import RolloutCallback
 from hf_strategies.rollout.hf_engine import ENGINES
 from hf_strategies.rollout.options import RolloutOptions
-from hf_strategies.stats import Mean
 from hf_strategies.strategies import Strategy, get_entry
 from hf_strategies.trainers.arguments import (
     OnlineArguments,
@@ -52,13 +46,15 @@ from hf_strategies.trainers.arguments import (
     options_from,
     strategy_options,
 )
-from hf_strategies.trainers.checkpoints import CheckpointMixin, check_checkpoint
+from hf_strategies.trainers.checkpoints import CheckpointMixin
+from hf_strategies.trainers.checks import check_rewards, check_run
 from hf_strategies.trainers.datasets import check_one_batch, check_one_rollout, prepare_data
-from hf_strategies.trainers.micro_batches import check_low_memory, level, pieces_of, without_sync
+from hf_strategies.trainers.evaluation import EvaluationMixin
+from hf_strategies.trainers.micro_batches import check_low_memory
 from hf_strategies.trainers.preparation import Preparation
-from hf_strategies.trainers.random_state import preserved_random_state
 from hf_strategies.trainers.reward_functions import resolve_rewards
 from hf_strategies.trainers.sampler import RolloutSampler, prompt_positions
+from hf_strategies.trainers.steps import StepMixin
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +62,7 @@ logger = logging.getLogger(__name__)
 TRAINER_ARGUMENTS = ("data_collator", "callbacks", "optimizers", "optimizer_cls_and_kwargs")
 
 
-class StrategyTrainer(CheckpointMixin):
+class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
     """`transformers.Trainer` for any registered strategy.
 
     Args:
@@ -128,7 +124,7 @@ class StrategyTrainer(CheckpointMixin):
             args.dataloader_pin_memory = False  # nothing to pin it for: torch would only warn
         self.strategy_name = strategy
         self.strategy: Strategy = entry.strategy(strategy_options(args, entry.strategy.Options))
-        self._check_rewards(reward_funcs, entry.online)
+        check_rewards(strategy, reward_funcs, entry.online)
         if ref_model is not None and ref_model is model:
             raise ValueError("ref_model is the policy itself: it would change with every update; leave it unset")
         if ref_model is not None and not self.strategy.needs_reference:
@@ -137,7 +133,7 @@ class StrategyTrainer(CheckpointMixin):
             raise TypeError(f"ref_model: got {type(ref_model).__name__}, allowed are a PreTrainedModel, PeftModel")
         if peft_config is not None:
             check_peft_config(peft_config)
-        self._check_run(args, eval_dataset)
+        check_run(strategy, args, eval_dataset)
         rollout_args = args if isinstance(args, OnlineArguments) and entry.online else None
         if rollout_args is not None:
             rollout_args.check_rollouts(self.strategy.min_group_size)
@@ -223,31 +219,6 @@ class StrategyTrainer(CheckpointMixin):
             self.remove_callback(PrinterCallback)
             self.add_callback(StrategyProgress)
 
-    def _check_rewards(self, reward_funcs: Any, online: bool) -> None:
-        if online and reward_funcs is None:
-            raise ValueError(f"strategy {self.strategy_name!r} scores its own completions: reward_funcs is needed")
-        if not online and reward_funcs is not None:
-            raise ValueError(
-                f"strategy {self.strategy_name!r} trains on given rows and makes no rollouts: leave reward_funcs out"
-            )
-
-    def _check_run(self, args: StrategyArguments, eval_dataset: Any) -> None:
-        """Refuse what would end the run later, after weights are loaded or after training."""
-        if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
-            asked = "eval_on_start=True" if args.eval_on_start else "eval_strategy"
-            raise ValueError(f"eval_dataset is not given, and {asked} asks for evaluations")
-        if args.load_best_model_at_end and args.eval_strategy == "no":
-            raise ValueError(
-                "load_best_model_at_end=True: which one is best is known from evaluations, set eval_strategy"
-            )
-        if args.output_dir is not None and Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
-            raise ValueError(f"output_dir={args.output_dir!r}: allowed is a folder, this is a file")
-        if args.push_to_hub and not (args.hub_token or get_token()):
-            raise ValueError("push_to_hub=True needs a token: run `hf auth login`, or set HF_TOKEN or hub_token")
-        if args.resume_from_checkpoint is not None:
-            engine = args.deepspeed is not None or bool(args.fsdp)
-            check_checkpoint(args.resume_from_checkpoint, self.strategy_name, needs_optimizer=not engine)
-
     # ---- data ----
 
     def get_train_dataloader(self) -> Any:
@@ -276,205 +247,6 @@ class StrategyTrainer(CheckpointMixin):
             self.args.prompts_per_block,
         )
         return self._train_sampler
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Micro-batches of one optimizer step, ready for the loss, and the step's denominator over all processes."""
-        samples = []
-        for _ in range(num_batches):
-            try:
-                samples.append(next(epoch_iterator))
-            except StopIteration:
-                break
-        if self.rollouts is None:
-            batches, metrics = self.prepare(self.model_wrapped, [sample["batch"].to(device) for sample in samples])
-            self.metric_store["train"].add(metrics)
-        else:
-            batches = [self._next_rollout_batch(sample["examples"], device) for sample in samples]
-        if not batches:
-            return [], None
-        items = torch.stack([self.strategy.count_items(batch).to(device) for batch in batches]).sum()
-        tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
-        self._tokens_since_log += int(tokens)
-        totals = self.accelerator.gather(torch.stack([items, tokens.to(items.dtype)]).unsqueeze(0)).sum(dim=0)
-        self.num_tokens += int(totals[1])
-        inputs = [
-            {"whole": batch, "pieces": self._inputs(pieces, totals[1])}
-            for batch, pieces in zip(batches, self._cut(batches), strict=True)
-        ]
-        return inputs, totals[0].clamp(min=1)
-
-    def _cut(self, batches: list[Batch]) -> list[list[Batch]]:
-        """Pieces of each micro-batch, as many on every process."""
-        budget, apart = self.args.max_tokens_per_micro_batch, self.args.low_memory and self.forward_pass.stream
-        if budget is None and not apart:
-            return [[batch] for batch in batches]
-        prompts = "apart" if apart else "per_piece" if self.forward_pass.stream else "per_row"
-        keep = self.strategy.keep_groups
-        return level([pieces_of(b, budget or 1, keep_groups=keep, prompts=prompts) for b in batches], gather_object)
-
-    @staticmethod
-    def _inputs(pieces: list[Batch], tokens: Tensor) -> list[dict[str, Any]]:
-        return [{"batch": piece, "token_share": piece.num_tokens / tokens.clamp(min=1)} for piece in pieces]
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Forward and backward pass of each piece of a micro-batch; gradients are reduced after the last one."""
-        *first, last = inputs["pieces"]
-        losses, prefix = [], None
-        if self.args.low_memory:
-            model.train()
-            with without_sync(self.accelerator, model), self.compute_loss_context_manager():
-                prefix = self.forward_pass.run_prefix(model, inputs["whole"])
-        with self.forward_pass.going_on_from(prefix):
-            for piece in first:
-                with without_sync(self.accelerator, model):
-                    losses.append(super().training_step(model, piece, num_items_in_batch))
-            if prefix is not None:
-                prefix.attach()
-            losses.append(super().training_step(model, last, num_items_in_batch))
-        return torch.stack(losses).sum()
-
-    def _next_rollout_batch(self, examples: list[dict[str, Any]], device: torch.device) -> Batch:
-        assert self.rollouts is not None
-        if self.rollouts.buffer.needs_rollout:
-            rollout = self.rollouts.rollout(examples, self.state)
-            pin_old = self.strategy.needs_old_logprobs or self.args.updates_within_rollout
-            parts, whole = self.args.resolved_steps_per_generation, rollout.batch.to(device)
-            # Groups that stay together are cut before rows are selected: which prompts a step trains on must not
-            # depend on how many of the others are left out, here or on another process.
-            cut = whole.split(parts, keep_groups=True) if self.strategy.keep_groups else [whole]
-            batches, metrics = self.prepare(self.model_wrapped, cut, pin_old=pin_old)
-            self.metric_store["train"].add(rollout.metrics | metrics)
-            self.rollouts.buffer.fill(batches if self.strategy.keep_groups else batches[0].split(parts))
-            self._call_on_rollout(rollout)
-        return self.rollouts.next_batch().to(device)  # a checkpoint brings it back on the CPU
-
-    def _call_on_rollout(self, rollout: Rollout) -> None:
-        for callback in self.callback_handler.callbacks:
-            if hasattr(callback, "on_rollout"):
-                callback.on_rollout(self.args, self.state, self.control, rollout=rollout)
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return inputs  # micro-batches are on the device already
-
-    # ---- loss ----
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """This micro-batch's share of the step's loss.
-
-        Args:
-            model: wrapped model.
-            inputs: ``batch``, and ``token_share``: its part of the step's tokens, which weighs the router's aux loss.
-            return_outputs: also return the `ForwardResult`.
-            num_items_in_batch: the step's denominator; the batch's own when left out.
-
-        Returns:
-            Scalar. Engines average gradients over processes, so it is multiplied by their number in training.
-        """
-        batch: Batch = inputs["batch"]
-        num_items = num_items_in_batch
-        if not isinstance(num_items, Tensor):
-            num_items = self.strategy.count_items(batch).clamp(min=1)
-        idle = self.strategy.idle_rows(batch)
-        if self.forward_pass.is_moe or not model.training:
-            idle = torch.zeros_like(idle)  # a router's loss comes from every row; an evaluation reports on all of them
-        result = self.forward_pass(
-            model,
-            batch.replace(loss_mask=batch.loss_mask & ~idle.unsqueeze(-1)),
-            entropy=True,
-            vocab_mean=self.strategy.needs_vocab_mean,
-            values=self.strategy.needs_critic,
-            router=True,
-        )
-        result.policy.computed = ~idle
-        loss, metrics = self.strategy.loss(result.policy, batch, num_items)
-        metrics["stream/sharing_factor"] = Mean(
-            torch.tensor(float(result.padded_tokens)), torch.tensor(result.computed_tokens)
-        )
-        if result.aux_loss is not None:
-            loss = loss + self._weighted_aux_loss(result, batch, inputs.get("token_share", 1.0), metrics)
-        self.metric_store["train" if model.training else "eval"].add(metrics)
-        if model.training:
-            loss = loss * self.accelerator.num_processes
-            prefix = self.forward_pass.prefix
-            if prefix is not None and (pull := prefix.pull()) is not None:
-                loss = loss + pull - pull.detach()  # a gradient, and no part of the loss
-        return (loss, result) if return_outputs else loss
-
-    def _weighted_aux_loss(self, result: ForwardResult, batch: Batch, share: Any, metrics: dict[str, Any]) -> Tensor:
-        # A product of batch means has no exact split; the token-weighted mean over micro-batches at least does not
-        # grow with their number.
-        assert result.aux_loss is not None
-        coefficient, tokens, aux = (
-            self.args.router_aux_loss_coef,
-            batch.num_tokens,
-            result.aux_loss,
-        )
-        metrics["aux_loss"] = Mean(aux.detach() * tokens, tokens)
-        metrics["aux_loss_weighted"] = Mean(coefficient * aux.detach() * tokens, tokens)
-        if result.router_load is not None:
-            metrics["moe"] = result.router_load
-        return coefficient * aux * share
-
-    # ---- evaluation ----
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, None, None]:
-        """Score one evaluation batch along the path of training; training state stays untouched."""
-        store = self.metric_store["eval"]
-        pin_old = self.strategy.needs_old_logprobs
-        with torch.no_grad(), self.compute_loss_context_manager():
-            if self.rollouts is None:
-                (batch,), metrics = self.prepare(model, [inputs["batch"].to(self.args.device)], pin_old=pin_old)
-            else:
-                first = self._eval_position + self.accelerator.process_index * self.args.per_device_eval_batch_size
-                self._eval_position += self.accelerator.num_processes * self.args.per_device_eval_batch_size
-                rollout = self.rollouts.evaluate(
-                    self.accelerator.unwrap_model(model),
-                    inputs["examples"],
-                    first,
-                    self.state,
-                )
-                self.last_eval_table += rollout.table
-                n = self.args.num_generations_eval or self.args.num_generations
-                if n < self.strategy.min_group_size:
-                    # Nothing to compare a lone completion with: rewards are reported, a loss is not defined.
-                    store.add(rollout.metrics)
-                    return None, None, None
-                (batch,), metrics = self.prepare(model, [rollout.batch.to(self.args.device)], pin_old=pin_old)
-                metrics = rollout.metrics | metrics
-            store.add(metrics)
-            items = self.strategy.count_items(batch)
-            loss = self.compute_loss(model, {"batch": batch}, num_items_in_batch=items.clamp(min=1))
-            store.add({"loss": Mean(loss.detach() * items, items)})
-        return loss, None, None
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.evaluation_loop`, with the strategy's metrics and a loss weighted like the training loss."""
-        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-        self._eval_position, self.last_eval_table = 0, []
-        self.metric_store["eval"] = MetricStore()
-        with preserved_random_state(self.args.device):
-            output = super().evaluation_loop(*args, **kwargs)
-        assert output.metrics is not None
-        metrics = self.metric_store["eval"].reduce(gather_object)
-        output.metrics.pop(f"{prefix}_loss", None)
-        output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
-        return output
 
     # ---- logging ----
 

@@ -1,0 +1,35 @@
+"""What would end a run later, found before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_token
+
+from hf_strategies.trainers.arguments import StrategyArguments
+from hf_strategies.trainers.checkpoints import check_checkpoint
+
+
+def check_rewards(strategy: str, reward_funcs: Any, online: bool) -> None:
+    """Raise unless rewards are given where a strategy makes rollouts, and only there."""
+    if online and reward_funcs is None:
+        raise ValueError(f"strategy {strategy!r} scores its own completions: reward_funcs is needed")
+    if not online and reward_funcs is not None:
+        raise ValueError(f"strategy {strategy!r} trains on given rows and makes no rollouts: leave reward_funcs out")
+
+
+def check_run(strategy: str, args: StrategyArguments, eval_dataset: Any) -> None:
+    """Refuse what would end the run later, after weights are loaded or after training."""
+    if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+        asked = "eval_on_start=True" if args.eval_on_start else "eval_strategy"
+        raise ValueError(f"eval_dataset is not given, and {asked} asks for evaluations")
+    if args.load_best_model_at_end and args.eval_strategy == "no":
+        raise ValueError("load_best_model_at_end=True: which one is best is known from evaluations, set eval_strategy")
+    if args.output_dir is not None and Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
+        raise ValueError(f"output_dir={args.output_dir!r}: allowed is a folder, this is a file")
+    if args.push_to_hub and not (args.hub_token or get_token()):
+        raise ValueError("push_to_hub=True needs a token: run `hf auth login`, or set HF_TOKEN or hub_token")
+    if args.resume_from_checkpoint is not None:
+        engine = args.deepspeed is not None or bool(args.fsdp)
+        check_checkpoint(args.resume_from_checkpoint, strategy, needs_optimizer=not engine)

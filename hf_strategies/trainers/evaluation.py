@@ -1,0 +1,78 @@
+"""Evaluation along the path of training, with rollouts of its own that leave training as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers import Trainer
+
+from hf_strategies.reporting.metrics import MetricStore
+from hf_strategies.rollout.callback import RolloutCallback
+from hf_strategies.stats import Mean
+from hf_strategies.strategies import Strategy
+from hf_strategies.trainers.preparation import Preparation
+from hf_strategies.trainers.random_state import preserved_random_state
+
+
+class EvaluationMixin(Trainer):
+    """The part of the trainer that evaluates."""
+
+    args: Any
+    strategy: Strategy
+    rollouts: RolloutCallback | None
+    prepare: Preparation
+    metric_store: dict[str, MetricStore]
+    last_eval_table: list[dict[str, Any]]
+    _eval_position: int
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, None, None]:
+        """Score one evaluation batch along the path of training; training state stays untouched."""
+        store = self.metric_store["eval"]
+        pin_old = self.strategy.needs_old_logprobs
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if self.rollouts is None:
+                (batch,), metrics = self.prepare(model, [inputs["batch"].to(self.args.device)], pin_old=pin_old)
+            else:
+                first = self._eval_position + self.accelerator.process_index * self.args.per_device_eval_batch_size
+                self._eval_position += self.accelerator.num_processes * self.args.per_device_eval_batch_size
+                rollout = self.rollouts.evaluate(
+                    self.accelerator.unwrap_model(model),
+                    inputs["examples"],
+                    first,
+                    self.state,
+                )
+                self.last_eval_table += rollout.table
+                n = self.args.num_generations_eval or self.args.num_generations
+                if n < self.strategy.min_group_size:
+                    # Nothing to compare a lone completion with: rewards are reported, a loss is not defined.
+                    store.add(rollout.metrics)
+                    return None, None, None
+                (batch,), metrics = self.prepare(model, [rollout.batch.to(self.args.device)], pin_old=pin_old)
+                metrics = rollout.metrics | metrics
+            store.add(metrics)
+            items = self.strategy.count_items(batch)
+            loss: Any = self.compute_loss(model, {"batch": batch}, num_items_in_batch=items.clamp(min=1))
+            store.add({"loss": Mean(loss.detach() * items, items)})
+        return loss, None, None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.evaluation_loop`, with the strategy's metrics and a loss weighted like the training loss."""
+        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        self._eval_position, self.last_eval_table = 0, []
+        self.metric_store["eval"] = MetricStore()
+        with preserved_random_state(self.args.device):
+            output = super().evaluation_loop(*args, **kwargs)
+        assert output.metrics is not None
+        metrics = self.metric_store["eval"].reduce(gather_object)
+        output.metrics.pop(f"{prefix}_loss", None)
+        output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
+        return output
