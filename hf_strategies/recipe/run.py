@@ -13,6 +13,7 @@ from hf_strategies.cli import StrategyParser
 from hf_strategies.data.demo import Task
 from hf_strategies.recipe.heldout import held_out_report
 from hf_strategies.trainers import StrategyTrainer
+from hf_strategies.trainers.checkpoints import named_checkpoint
 
 
 def parse_recipe(script: str, description: str | None, *dataclass_types: type) -> tuple[Any, ...]:
@@ -43,7 +44,7 @@ def train_and_report(trainer: StrategyTrainer, task: Task) -> None:
     The last line printed is the figures as JSON, for programs.
     """
     with held_out_report(trainer, task) as result:
-        trainer.train(resume_from_checkpoint=_checkpoint(trainer.args.resume_from_checkpoint))
+        trainer.train(named_checkpoint(trainer.args.resume_from_checkpoint, trainer.args.output_dir))
     trainer.save_model()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
@@ -60,8 +61,3 @@ def train_and_report(trainer: StrategyTrainer, task: Task) -> None:
     print(f"  {sys.executable} {chat if chat.exists() else 'recipes/chat.py'} --model {folder}")
     if result:
         print(json.dumps(result))
-
-
-def _checkpoint(given: str | None) -> str | bool | None:
-    """A flag is text: ``true`` is the last checkpoint in the output folder, ``false`` none."""
-    return {"true": True, "false": None}.get(str(given).lower(), given)

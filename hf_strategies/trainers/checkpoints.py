@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_strategies.modeling.critic import critic_of, without_critic
 from hf_strategies.modeling.policy import is_converted, restore_weights
@@ -24,6 +25,25 @@ CRITIC_FILE = "critic.safetensors"
 
 # What Trainer saves for exact resumption; without one of these it would begin afresh there, silently.
 RESUME_FILES = ("trainer_state.json", STATE_FILE, "optimizer.pt", "scheduler.pt")
+
+
+def named_checkpoint(value: Any, output_dir: str | None) -> Any:
+    """The folder that an option names: ``true`` is the last checkpoint in the output folder, ``false`` none.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint in the output folder.
+    """
+    named = str(value).lower()
+    if value is None or named == "false":
+        return None
+    if named != "true":
+        return value
+    last = get_last_checkpoint(output_dir) if output_dir is not None and Path(output_dir).is_dir() else None
+    if last is None:
+        raise FileNotFoundError(
+            f"resume_from_checkpoint={value!r}: there is no checkpoint in output_dir={output_dir!r}"
+        )
+    return last
 
 
 def check_checkpoint(folder: Any, strategy: str, *, needs_optimizer: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import get_token
 
 from hf_strategies.trainers.arguments import StrategyArguments
-from hf_strategies.trainers.checkpoints import check_checkpoint
+from hf_strategies.trainers.checkpoints import check_checkpoint, named_checkpoint
 
 
 def check_rewards(strategy: str, reward_funcs: Any, online: bool) -> None:
@@ -30,6 +30,7 @@ def check_run(strategy: str, args: StrategyArguments, eval_dataset: Any) -> None
         raise ValueError(f"output_dir={args.output_dir!r}: allowed is a folder, this is a file")
     if args.push_to_hub and not (args.hub_token or get_token()):
         raise ValueError("push_to_hub=True needs a token: run `hf auth login`, or set HF_TOKEN or hub_token")
-    if args.resume_from_checkpoint is not None:
+    checkpoint = named_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    if checkpoint is not None:
         engine = args.deepspeed is not None or bool(args.fsdp)
-        check_checkpoint(args.resume_from_checkpoint, strategy, needs_optimizer=not engine)
+        check_checkpoint(checkpoint, strategy, needs_optimizer=not engine)

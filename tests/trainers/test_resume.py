@@ -312,6 +312,13 @@ def test_broken_checkpoints_are_refused(tmp_path: Path) -> None:
             (folder / file.name).write_bytes(file.read_bytes()[:20])
             refused(str(folder), ValueError, f"{file.name} is damaged .*: was the run stopped while saving")
     build("online_ppo", data=rows("online_ppo", 8), **options).train(resume_from_checkpoint=good)
+    for value in ("true", "false"):
+        build("online_ppo", data=rows("online_ppo", 8), **{**options, "resume_from_checkpoint": value})
+    empty = {**options, "output_dir": str(tmp_path / "empty"), "resume_from_checkpoint": "true"}
+    with pytest.raises(
+        FileNotFoundError, match="resume_from_checkpoint='true': there is no checkpoint in output_dir="
+    ):
+        build("online_ppo", "nowhere/nothing", rows("online_ppo", 8), **empty)
 
 
 @pytest.mark.parametrize("name", NAMES)
