@@ -145,3 +145,38 @@ def test_nothing_recorded_nothing_corrected() -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_strategy("grpo", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"sampler_correction": "auto"}, [[1.0] * 3] * 2),
+        ({"sampler_correction": "off"}, [[1.0] * 3] * 2),
+        ({"sampler_correction": "token_mask"}, [[4.0, 0.0, 1.0], [1.0, 1.0, 1.5]]),
+        ({"sampler_correction": "token_mask", "sampler_correction_min": 0.2}, [[4.0, 0.25, 1.0], [1.0, 1.0, 1.5]]),
+        ({"sampler_correction": "token_mask", "sampler_correction_max": 1.2}, [[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]),
+        ({"sampler_correction": "token_truncate", "sampler_correction_max": 3.0}, [[3.0, 0.25, 1.0], [1.0, 1.0, 1.5]]),
+    ],
+)
+def test_bounds_of_options(options: dict[str, Any], expected: list[list[float]]) -> None:
+    """The methods' own bounds, or those that are given; a mean weight is reported where there are weights."""
+    old, sampling = logprobs()
+    batch = batch_of(booleans(MASK), [0, 0]).replace(sampling_logprobs=sampling)
+    chosen: Any = make_strategy("grpo", **options).options
+    weights, metrics = chosen.sampler_weights(PolicyOutput(old), old, batch, batch.loss_mask)
+    close(weights, expected)
+    weighted = options["sampler_correction"] not in ("auto", "off")
+    assert ("sampling/importance_sampling_ratio/mean" in metrics) == weighted
+    assert metrics["sampling/sampling_logp_difference/max"].kind == "max"
+
+
+def test_a_skipped_row_among_three() -> None:
+    """Which rows were computed is said per row, whatever the number of tokens."""
+    old = torch.zeros(3, 2, dtype=torch.float64)
+    sampling = f64([[0.5, 0.5], [9.0, 9.0], [0.1, 0.1]])
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    batch = batch_of(mask, [0, 0, 0]).replace(sampling_logprobs=sampling)
+    policy = PolicyOutput(old, computed=torch.tensor([True, False, True]))
+    options: Any = make_strategy("grpo", sampler_correction="token_truncate").options
+    _, metrics = options.sampler_weights(policy, old, batch, mask)
+    assert number(metrics["sampling/sampling_logp_difference/mean"]) == pytest.approx(0.3)
