@@ -179,7 +179,7 @@ def sampler_weights(
         high: upper bound.
 
     Returns:
-        [N, C], detached; 1 where masked.
+        [N, C], detached and finite; what stands where masked means nothing.
 
     Raises:
         ValueError: another ``how``.

@@ -155,6 +155,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ({"sampler_correction": "token_mask"}, [[4.0, 0.0, 1.0], [1.0, 1.0, 1.5]]),
         ({"sampler_correction": "token_mask", "sampler_correction_min": 0.2}, [[4.0, 0.25, 1.0], [1.0, 1.0, 1.5]]),
         ({"sampler_correction": "token_mask", "sampler_correction_max": 1.2}, [[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]),
+        ({"sampler_correction": "token_truncate", "sampler_correction_max": 0.5}, [[0.5, 0.25, 0.5], [0.5, 0.5, 0.5]]),
         ({"sampler_correction": "token_truncate", "sampler_correction_max": 3.0}, [[3.0, 0.25, 1.0], [1.0, 1.0, 1.5]]),
     ],
 )
