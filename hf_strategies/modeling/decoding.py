@@ -20,6 +20,7 @@ from hf_strategies.modeling.forward import Forward
 from hf_strategies.modeling.generation import generating
 from hf_strategies.modeling.sampling import Completion, Sampling, StopStrings, TokenSampler, completions_of, row_noise
 from hf_strategies.modeling.stream import KeptStream
+from hf_strategies.modeling.unwrap import causal_lm_of
 
 # Rows are taken out of the buffers once this part of them is done: each time costs a copy of what the others hold.
 DONE_BEFORE_LEAVING = 0.25
@@ -183,8 +184,7 @@ def stream_completions(
         B lists of ``n`` completions, in order.
     """
     device = next(causal_lm.parameters()).device
-    base = causal_lm.get_base_model() if hasattr(causal_lm, "get_base_model") else causal_lm
-    enable_stream(base)
+    enable_stream(causal_lm_of(causal_lm))
     rows = len(prompts) * n
     noise = row_noise([key for group in noise_keys for key in group], sampling.max_new_tokens).to(device)
     sampler = TokenSampler(sampling, noise, [prompt for prompt in prompts for _ in range(n)], eos_ids)

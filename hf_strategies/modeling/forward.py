@@ -26,6 +26,7 @@ from hf_strategies.modeling.layout import trained_tokens
 from hf_strategies.modeling.moe import RouterLoad, balance_loss, is_mixture_of_experts
 from hf_strategies.modeling.stream import Stream
 from hf_strategies.modeling.two_phase import Prefix, Suffix
+from hf_strategies.modeling.unwrap import causal_lm_of, unwrapped_lm
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +54,6 @@ class ForwardResult:
     router_load: RouterLoad | None = None
     padded_tokens: int = 0
     computed_tokens: int = 0
-
-
-def causal_lm_of(model: Any) -> Any:
-    """The Hugging Face causal LM inside a PEFT model (or the model itself)."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class Padded:
@@ -290,8 +286,7 @@ class CheckedForward(Forward):
         self.checked = True
         sample = _sample(batch)
         plain = self._sibling(stream=False, fused_head=False)
-        reference = unwrapped_lm(model).dtype
-        tolerance = TOLERANCE if reference in (torch.float32, torch.float64) else HALF_TOLERANCE
+        tolerance = tolerance_of(unwrapped_lm(model).dtype)
         with generating(model), torch.autocast(batch.device.type, enabled=False):
             expected = plain(model, sample).policy.logprobs
             for stream, fused in ((self.stream, True), (self.stream, False)):
@@ -315,8 +310,10 @@ class CheckedForward(Forward):
         return other
 
 
-# Log-probabilities that should be equal: float32 noise is 1e-5 and grows with depth; half precision rounds.
-TOLERANCE, HALF_TOLERANCE = 2e-3, 0.5
+def tolerance_of(dtype: torch.dtype) -> float:
+    """How far log-probabilities that should be equal may differ, in nats, for weights of a precision."""
+    # Noise of float32 is 1e-5 and grows with depth; half precision rounds.
+    return 2e-3 if dtype.itemsize >= 4 else 0.5
 
 
 def _sample(batch: Batch, rows: int = 2, tokens: int = 64) -> Batch:
@@ -326,10 +323,3 @@ def _sample(batch: Batch, rows: int = 2, tokens: int = 64) -> Batch:
     cut |= {name: getattr(few, name)[:, :tokens] for name in ("completion_ids", "completion_mask", "loss_mask")}
     without: dict[str, Tensor | None] = dict.fromkeys(TOKEN_FIELDS)
     return few.replace(**(without | cut))
-
-
-def unwrapped_lm(model: Any) -> Any:
-    """The causal LM inside wrappers and adapters."""
-    while not hasattr(model, "get_output_embeddings") and hasattr(model, "module"):
-        model = model.module
-    return causal_lm_of(model)

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from hf_strategies.modeling.sampling import Completion, Sampling, StopStrings, TokenSampler, completions_of, row_noise
+from hf_strategies.modeling.unwrap import causal_lm_of
 
 
 class ChosenToken(LogitsProcessor):
@@ -134,8 +135,7 @@ def sample_completions(
         pad_token_id=pad_token_id,
         use_cache=True,
     )
-    base = causal_lm.get_base_model() if hasattr(causal_lm, "get_base_model") else causal_lm
-    with generating(causal_lm), neutral_generation_config(base):
+    with generating(causal_lm), neutral_generation_config(causal_lm_of(causal_lm)):
         output = causal_lm.generate(
             input_ids=input_ids,
             attention_mask=mask.long(),

@@ -12,15 +12,14 @@ from torch import nn
 
 from hf_strategies.modeling.attention import why_no_stream
 from hf_strategies.modeling.decoding import decoding_error, stream_completions
+from hf_strategies.modeling.forward import tolerance_of
 from hf_strategies.modeling.generation import eos_token_ids, sample_completions
 from hf_strategies.modeling.sampling import Completion, Sampling, StopStrings
 from hf_strategies.modeling.sampling_weights import sampling_weights
+from hf_strategies.modeling.unwrap import causal_lm_of
 from hf_strategies.rollout.engine import RolloutEngine, RolloutGroup
 
 logger = logging.getLogger(__name__)
-
-# Log-probabilities that should be equal, in nats: float32 noise, and what half precision rounds.
-TOLERANCE, HALF_TOLERANCE = 2e-3, 0.5
 
 
 class GenerateEngine:
@@ -79,8 +78,7 @@ class GenerateEngine:
         return [completions[i * n : (i + 1) * n] for i in range(len(prompts))]
 
     def _eos_ids(self) -> list[int]:
-        base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
-        return eos_token_ids(base, self.tokenizer)
+        return eos_token_ids(causal_lm_of(self._model), self.tokenizer)
 
     def _stop(self, sampling: Sampling) -> StopStrings | None:
         return StopStrings(sampling.stop_strings, self.tokenizer.decode) if sampling.stop_strings else None
@@ -119,11 +117,11 @@ class StreamEngine(GenerateEngine):
         return stream_completions(self._model, prompts, n, sampling, keys, self._eos_ids(), self._stop(sampling))
 
     def _try(self, prompt: list[int], temperature: float) -> bool:
-        base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
+        base = causal_lm_of(self._model)
         reason = why_no_stream(base, training=False)
         if reason is None:
             error = decoding_error(self._model, prompt, temperature)
-            if error <= (HALF_TOLERANCE if base.dtype.itemsize < 4 else TOLERANCE):
+            if error <= tolerance_of(base.dtype):
                 return True
             reason = f"its log-probabilities while sampling are off by {error:.2g} nats"
         message = f"{type(base).__name__} cannot be sampled with rollout_engine='stream': {reason}"

@@ -21,7 +21,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_strategies.data.formats import collate
 from hf_strategies.modeling.critic import attach_critic
-from hf_strategies.modeling.forward import CheckedForward, causal_lm_of
+from hf_strategies.modeling.forward import CheckedForward
 from hf_strategies.modeling.policy import (
     check_peft_config,
     check_sizes,
@@ -32,6 +32,7 @@ from hf_strategies.modeling.policy import (
     read_config,
 )
 from hf_strategies.modeling.reference import make_reference
+from hf_strategies.modeling.unwrap import causal_lm_of
 from hf_strategies.reporting.completions import print_completions
 from hf_strategies.reporting.metrics import MetricStore
 from hf_strategies.reporting.progress import StrategyProgress

@@ -12,8 +12,8 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from hf_strategies.batch import Batch
-from hf_strategies.modeling.forward import causal_lm_of
 from hf_strategies.modeling.moe import is_mixture_of_experts
+from hf_strategies.modeling.unwrap import causal_lm_of
 
 # Where the tokens of a prompt are computed: with every row, once in a piece, or in a pass of their own.
 PROMPTS = ("per_row", "per_piece", "apart")

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, BloomConfig
 from hf_strategies import Batch, Row
 from hf_strategies.modeling import forward as forward_module
 from hf_strategies.modeling.critic import attach_critic
-from hf_strategies.modeling.forward import Forward, causal_lm_of
+from hf_strategies.modeling.forward import Forward
 from hf_strategies.modeling.policy import disable_dropout
+from hf_strategies.modeling.unwrap import causal_lm_of
 
 KINDS = ["llama", "gpt2", "mixtral"]
 

@@ -26,10 +26,11 @@ from hf_strategies import Batch, Row
 from hf_strategies.modeling import attention as attention_module
 from hf_strategies.modeling.attention import enable_stream
 from hf_strategies.modeling.critic import attach_critic
-from hf_strategies.modeling.forward import CheckedForward, Forward, causal_lm_of
+from hf_strategies.modeling.forward import CheckedForward, Forward
 from hf_strategies.modeling.head import LogitShape
 from hf_strategies.modeling.policy import disable_dropout
 from hf_strategies.modeling.stream import Stream
+from hf_strategies.modeling.unwrap import causal_lm_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": len(VOCAB),
