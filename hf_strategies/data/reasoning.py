@@ -15,6 +15,8 @@ from datasets import Dataset
 PREFIX = "reasoning_gym:"
 ANSWER_LINE = re.compile(r"^\s*Answer:\s*(.+?)\s*$")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+# Where an entry keeps the options of its task: some scorers read them.
+CONFIG_KEY = "task_config"
 INSTRUCTION = "Think if you need to. End with one line of the form 'Answer: <answer>'."
 
 
@@ -58,20 +60,47 @@ def load_reasoning_gym(spec: str, size: int, seed: int, **config: Any) -> Datase
         spec: ``reasoning_gym:<task>``.
         size: number of problems, >= 1.
         seed: of the generator.
-        **config: options of the task.
+        **config: options of the task, in types that JSON knows.
 
     Returns:
         Columns ``prompt`` (chat messages), ``answer`` (text), ``task`` and ``entry`` (JSON, what the scorer reads).
+
+    Raises:
+        ValueError: see `create_task`; or a task whose right answers cannot be given on one line.
     """
     task = spec.removeprefix(PREFIX)
-    problems = create_task(task, size=size, seed=generator_seed(seed), **config)
-    return Dataset.from_list([problem_row(task, entry) for entry in problems])
+    rows = []
+    for entry in create_task(task, size=size, seed=generator_seed(seed), **config):
+        row = problem_row(task, entry, config=config)
+        # Tasks that have many right answers may give none; what they do give must count as right.
+        if entry["answer"] is not None:
+            answer = strict_answer(f"Answer: {row['answer']}")
+            if score_answer(task, answer, row["entry"]) != 1.0:
+                raise ValueError(
+                    f"reasoning_gym task {task!r} cannot be used: an answer is read from one line, and this right one "
+                    f"scores less than 1 there: {row['answer']!r}"
+                )
+        rows.append(row)
+    return Dataset.from_list(rows)
 
 
-def problem_row(task: str, entry: dict[str, Any], messages: list[dict[str, str]] | None = None) -> dict[str, Any]:
-    """A dataset row of one problem; its prompt asks for a last line ``Answer: ...`` unless ``messages`` are given."""
+def problem_row(
+    task: str,
+    entry: dict[str, Any],
+    messages: list[dict[str, str]] | None = None,
+    config: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A dataset row of one problem.
+
+    Args:
+        task: name of the task.
+        entry: the problem, as the task made it.
+        messages: its prompt; when left out, the question and a request for a last line ``Answer: ...``.
+        config: options the task was made with, for its scorer.
+    """
     prompt = messages or [{"role": "user", "content": f"{entry['question']}\n\n{INSTRUCTION}"}]
-    return {"prompt": prompt, "answer": str(entry["answer"]), "task": task, "entry": json.dumps(entry, default=str)}
+    scored = json.dumps(entry | ({CONFIG_KEY: config} if config else {}), default=str)
+    return {"prompt": prompt, "answer": str(entry["answer"]), "task": task, "entry": scored}
 
 
 def completion_text(completion: str | Sequence[dict[str, str]]) -> str:
@@ -96,18 +125,21 @@ def lenient_answer(text: str) -> str | None:
 
 
 @cache
-def _scorer(task: str) -> Any:
-    return create_task(task, size=1, seed=0)
+def _scorer(task: str, config: str) -> Any:
+    return create_task(task, size=1, seed=0, **json.loads(config))
 
 
 def score_answer(task: str, answer: str | None, entry: str) -> float:
     """The task's own score of an answer, in [0, 1]; 0 for no answer, and for one that the scorer cannot read."""
     if answer is None:
         return 0.0
-    scorer, problem = _scorer(task), json.loads(entry)
+    problem = json.loads(entry)
+    scorer = _scorer(task, json.dumps(problem.pop(CONFIG_KEY, {}), sort_keys=True))
     try:
         return float(scorer.score_answer(answer=answer, entry=problem))
-    except Exception:  # some scorers raise on text they cannot parse (prime_factorization: a word)
+    except Exception:
+        # Some scorers raise whatever it may be on text they cannot parse (prime_factorization: a word). That a scorer
+        # can read the problem was seen when it was loaded.
         return 0.0
 
 

@@ -172,6 +172,27 @@ def test_a_scorer_that_stumbles_over_an_answer_gives_zero(name: str, answer: str
     assert AccuracyReward()([f"Answer: {answer}"], task=[name], entry=[row["entry"]]) == [0.0]
 
 
+@pytest.mark.parametrize("name", ["n_queens", "tower_of_hanoi", "arc_agi"])
+def test_a_task_with_answers_of_several_lines_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"task '{name}' cannot be used: an answer is read from one line"):
+        load_reasoning_gym(f"reasoning_gym:{name}", size=1, seed=0)
+
+
+def test_a_task_that_gives_no_answer_can_be_used() -> None:
+    rows = load_reasoning_gym("reasoning_gym:rush_hour", size=2, seed=0)
+    assert [json.loads(entry)["answer"] for entry in rows["entry"]] == [None, None]
+
+
+def test_a_scorer_has_the_options_of_its_problems() -> None:
+    # puzzle24 counts a solution with numbers above its max_value as wrong; the default is 10.
+    entry = {"question": "", "answer": None, "metadata": {}}
+    plain, small = problem_row("puzzle24", entry), problem_row("puzzle24", entry, config={"max_value": 8})
+    assert score_answer("puzzle24", "10 + 10 + 2 + 2", plain["entry"]) == 1.0
+    assert score_answer("puzzle24", "10 + 10 + 2 + 2", small["entry"]) < 1.0
+    rows = load_reasoning_gym("reasoning_gym:puzzle24", size=2, seed=0, max_value=8)
+    assert json.loads(rows[0]["entry"])["task_config"] == {"max_value": 8}
+
+
 def test_unknown_task_names_near_ones() -> None:
     with pytest.raises(ValueError, match=r"no task 'chain_sums' \(\d{3} known; near: .*chain_sum"):
         load_reasoning_gym("reasoning_gym:chain_sums", size=1, seed=0)
