@@ -545,7 +545,7 @@ def test_runs_that_would_end_late(tmp_path: Path, model_folder: str, monkeypatch
         grpo(model_folder, output_dir=str(file))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hf_strategies.trainers.base.get_token", lambda: None)
+    monkeypatch.setattr("hf_strategies.trainers.checks.get_token", lambda: None)
     with pytest.raises(ValueError, match="push_to_hub=True needs a token"):
         grpo(model_folder, push_to_hub=True)
     with pytest.raises(OSError, match="no file named"):
