@@ -152,9 +152,6 @@ class Replay:
         """The version is all there is to know."""
         self.version = version
 
-    def close(self) -> None:
-        """Nothing to do."""
-
 
 def run(side: str, case: Case, model_path: str) -> dict[str, Any]:
     """Measure one side."""

@@ -131,9 +131,6 @@ class ReplayEngine:
     def sync_weights(self, model: nn.Module, version: int) -> None:
         self.version = version
 
-    def close(self) -> None:
-        pass
-
 
 class CaptureGradients(TrainerCallback):
     """Gradients of every optimizer step, as the optimizer finds them (pitfalls: never from loss prints)."""

@@ -139,8 +139,3 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any
     if not ids:
         raise ValueError(f"prompt {prompt!r} has no tokens")
     return ids
-
-
-def completion_messages(text: str) -> Messages:
-    """A sampled text as the assistant's turn."""
-    return [{"role": "assistant", "content": text}]

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A prompt, completion or number as one cell of text."""
     if isinstance(value, list):
         return "\n".join(f"{message['role']}: {message['content']}" for message in value)
@@ -30,7 +30,7 @@ def completions_table(rows: Sequence[dict[str, Any]], title: str, columns: Seque
     for name in names:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(escape(shown(row[name])) for name in names))
+        table.add_row(*(escape(_shown(row[name])) for name in names))
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
@@ -26,7 +26,6 @@ class RolloutGroup:
     completions: list[Completion]
     policy_version: int = 0
     loss_masks: list[list[bool]] | None = None
-    columns: dict[str, object] = field(default_factory=dict)
 
 
 class RolloutEngine(Protocol):
@@ -54,8 +53,4 @@ class RolloutEngine(Protocol):
 
     def sync_weights(self, model: nn.Module, version: int) -> None:
         """Sample from these weights from now on."""
-        ...
-
-    def close(self) -> None:
-        """Release what the engine holds."""
         ...

@@ -83,9 +83,6 @@ class GenerateEngine:
     def _stop(self, sampling: Sampling) -> StopStrings | None:
         return StopStrings(sampling.stop_strings, self.tokenizer.decode) if sampling.stop_strings else None
 
-    def close(self) -> None:  # noqa: D102 - see RolloutEngine
-        self._model = None
-
 
 class StreamEngine(GenerateEngine):
     """Samples the same completions with every prompt computed and kept once (see `modeling.decoding`).
