@@ -86,7 +86,7 @@ def measure(trainer: StrategyTrainer, task: Task) -> HeldOut:
             sampler = _sampler(trainer, task)
     if sampler.rollouts is not None:
         sampler.evaluate()
-        n = sampler.args.num_generations_eval or sampler.args.num_generations
+        n = sampler.args.resolved_num_generations_eval
         rows: list[dict[str, Any]] = gather_object(sampler.last_eval_table)[: len(sampler.eval_dataset) * n]
         result.rows, result.scores, result.per_problem = rows, [row["reward"] for row in rows], n
         if rows and "entry" in rows[0]:

@@ -167,7 +167,7 @@ class RolloutCallback(TrainerCallback):
             state: trainer state, handed to the rewards.
         """
         self.engine.sync_weights(model, self.version.current)
-        n = self.options.num_generations_eval or self.options.num_generations
+        n = self.options.resolved_num_generations_eval
         keys = [[(self.seed, EVAL_DOMAIN, 0, 0, first + i, j) for j in range(n)] for i in range(len(examples))]
         return self._sample_and_score(examples, n, keys, True, state)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -84,6 +84,11 @@ class RolloutOptions(Options):
         self.require_one_of("rollout_engine", tuple(ENGINES))
 
     @property
+    def resolved_num_generations_eval(self) -> int:
+        """Completions per prompt in evaluation."""
+        return self.num_generations_eval or self.num_generations
+
+    @property
     def sampling_dtype(self) -> torch.dtype | None:
         """Precision of the weights while sampling; None: the policy's own."""
         return None if self.rollout_dtype is None else getattr(torch, self.rollout_dtype)
@@ -104,15 +109,6 @@ class RolloutOptions(Options):
     def eval_sampling(self) -> Sampling:
         """How evaluation rollouts are drawn."""
         temperature = self.temperature if self.temperature_eval is None else self.temperature_eval
-        greedy = temperature == 0.0
-        return Sampling(
-            max_new_tokens=self.max_completion_length,
-            min_new_tokens=self.min_new_tokens,
-            temperature=1.0 if greedy else temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty,
-            greedy=greedy,
-            stop_strings=tuple(self.stop_strings or ()),
-        )
+        if temperature == 0.0:
+            return replace(self.sampling(), temperature=1.0, greedy=True)
+        return replace(self.sampling(), temperature=temperature)

@@ -51,8 +51,7 @@ class EvaluationMixin(Trainer):
                     self.state,
                 )
                 self.last_eval_table += rollout.table
-                n = self.args.num_generations_eval or self.args.num_generations
-                if n < self.strategy.min_group_size:
+                if self.args.resolved_num_generations_eval < self.strategy.min_group_size:
                     # Nothing to compare a lone completion with: rewards are reported, a loss is not defined.
                     store.add(rollout.metrics)
                     return None, None, None
