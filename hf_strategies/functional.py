@@ -55,30 +55,29 @@ def reduce_tokens(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
 # ---- log-probabilities ----
 
 
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Half precision raised to float32: a bfloat16 softmax over a large vocabulary loses whole digits."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Log-probability of each token under the logits at its own position.
 
-    Half precision is raised to float32 first (a bfloat16 softmax over a large vocabulary loses whole digits); float32
-    and float64 stay as they are.
-
     Args:
-        logits: [..., V].
+        logits: [..., V]; see `at_least_float32`.
         token_ids: [...] long.
 
     Returns:
         [...] in nats.
     """
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
+    logits = at_least_float32(logits)
     chosen = logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     return chosen - logits.logsumexp(dim=-1)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Entropy of softmax(logits) over the last dimension, in nats."""
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = at_least_float32(logits).log_softmax(dim=-1)
     # A token ruled out with -inf has p log p = 0, not NaN.
     return -torch.where(logprobs.isinf(), torch.zeros_like(logprobs), logprobs.exp() * logprobs).sum(dim=-1)
 

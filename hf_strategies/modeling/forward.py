@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_strategies import functional as f
 from hf_strategies.batch import TOKEN_FIELDS, Batch, PolicyOutput
 from hf_strategies.modeling.attention import enable_stream, streaming, why_no_stream
 from hf_strategies.modeling.critic import critic_of
@@ -229,8 +230,7 @@ class Forward:
     def _score(self, logits: Tensor, targets: Tensor, entropy: bool, vocab_mean: bool) -> TokenScores:
         parts = []
         for chunk, ids in zip(logits.split(POSITIONS_PER_CHUNK), targets.split(POSITIONS_PER_CHUNK), strict=True):
-            if chunk.dtype in (torch.float16, torch.bfloat16):
-                chunk = chunk.float()
+            chunk = f.at_least_float32(chunk)
             if self.temperature != 1.0:
                 chunk = chunk / self.temperature
             parts.append(score_logits(chunk, ids, entropy=entropy, vocab_mean=vocab_mean))

@@ -48,8 +48,7 @@ class LogitShape:
 
     def apply(self, logits: Tensor) -> Tensor:
         """Logits of the distribution that is scored; half precision is raised to float32."""
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
+        logits = f.at_least_float32(logits)
         if self.inner_scale != 1.0:
             logits = logits * self.inner_scale
         if self.softcap is not None:
@@ -170,7 +169,7 @@ def fusible(head: Any) -> bool:
 
 @contextmanager
 def scoring(causal_lm: Any, score: Callable[[Tensor], TokenScores]) -> Iterator[None]:
-    """Inside this context the model's output has ``token_scores`` instead of logits.
+    """Inside this context the model's output has the fields of `TokenScores` instead of logits.
 
     The head is replaced where it stands, inside the model's own forward, so that wrappers which gather weights or
     watch outputs (ZeRO, DDP) see an ordinary call.

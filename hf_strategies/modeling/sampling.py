@@ -150,8 +150,7 @@ class TokenSampler:
         Returns:
             [k] token ids and [k] their log-probabilities under the distribution they were drawn from, in nats.
         """
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
+        logits = f.at_least_float32(logits)
         penalised = self.sampling.repetition_penalty != 1.0
         if penalised:
             logits = self._penalise(logits, rows)
