@@ -70,6 +70,12 @@ class StrategyArguments(Options, TrainingArguments):
             raise ValueError(f"model_init_kwargs={self.model_init_kwargs!r}: allowed is a dict, as JSON, or None")
         super().__post_init__()
 
+    @property
+    def from_pretrained_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of ``from_pretrained`` for a model that is an id or path."""
+        assert not isinstance(self.model_init_kwargs, str)  # decoded on construction
+        return {"trust_remote_code": self.trust_remote_code, **(self.model_init_kwargs or {})}
+
     def validate(self) -> None:  # noqa: D102 - see Options
         super().validate()
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):

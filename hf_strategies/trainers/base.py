@@ -6,7 +6,6 @@ checkpoints in `trainers/checkpoints.py`; here everything is checked, loaded and
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from functools import partial
@@ -14,9 +13,9 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_strategies.data.formats import collate
@@ -39,6 +38,7 @@ from hf_strategies.reporting.progress import StrategyProgress
 from hf_strategies.rollout.callback import RolloutCallback
 from hf_strategies.rollout.hf_engine import ENGINES
 from hf_strategies.rollout.options import RolloutOptions
+from hf_strategies.rollout.rewards import Rewards
 from hf_strategies.strategies import Strategy, get_entry
 from hf_strategies.trainers.arguments import (
     OnlineArguments,
@@ -48,7 +48,7 @@ from hf_strategies.trainers.arguments import (
     strategy_options,
 )
 from hf_strategies.trainers.checkpoints import CheckpointMixin
-from hf_strategies.trainers.checks import check_rewards, check_run
+from hf_strategies.trainers.checks import check_reference, check_rewards, check_run
 from hf_strategies.trainers.datasets import check_one_batch, check_one_rollout, prepare_data
 from hf_strategies.trainers.evaluation import EvaluationMixin
 from hf_strategies.trainers.micro_batches import check_low_memory
@@ -126,12 +126,8 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         self.strategy_name = strategy
         self.strategy: Strategy = entry.strategy(strategy_options(args, entry.strategy.Options))
         check_rewards(strategy, reward_funcs, entry.online)
-        if ref_model is not None and ref_model is model:
-            raise ValueError("ref_model is the policy itself: it would change with every update; leave it unset")
-        if ref_model is not None and not self.strategy.needs_reference:
-            logger.warning("ref_model is not used: %s compares with no reference under these options", strategy)
-        if ref_model is not None and not isinstance(ref_model, PreTrainedModel | PeftModel):
-            raise TypeError(f"ref_model: got {type(ref_model).__name__}, allowed are a PreTrainedModel, PeftModel")
+        if ref_model is not None:
+            check_reference(strategy, ref_model, model, self.strategy.needs_reference)
         if peft_config is not None:
             check_peft_config(peft_config)
         check_run(strategy, args, eval_dataset)
@@ -140,8 +136,7 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
             rollout_args.check_rollouts(self.strategy.min_group_size)
 
         # Everything that can be wrong with the data is found before weights are read.
-        init_kwargs = _as_dict(args.model_init_kwargs)
-        init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+        init_kwargs = args.from_pretrained_kwargs
         config = read_config(model, init_kwargs)
         tokenizer = ensure_pad_token(processing_class or load_tokenizer(model, args.trust_remote_code))
         check_sizes(config, tokenizer)
@@ -159,29 +154,10 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         if rollout_args is not None:
             if data.train is not None:
                 check_one_rollout(data.train, rollout_args)
-            self.rollouts = RolloutCallback(
-                ENGINES[rollout_args.rollout_engine](
-                    tokenizer, rollout_args.rollout_batch_size, rollout_args.sampling_dtype
-                ),
-                resolve_rewards(
-                    reward_funcs,
-                    rollout_args.reward_weights,
-                    reward_processing_classes,
-                    data.columns,
-                ),
-                tokenizer,
-                options_from(args, RolloutOptions),
-                steps_per_generation=rollout_args.resolved_steps_per_generation,
-                max_policy_lag=rollout_args.resolved_max_policy_lag,
-                seed=args.seed,
-                process_index=args.process_index,
-                positions=prompt_positions(
-                    rollout_args.prompts_per_rollout,
-                    args.process_index,
-                    args.world_size,
-                    rollout_args.prompts_per_block,
-                ),
+            rewards = resolve_rewards(
+                reward_funcs, rollout_args.reward_weights, reward_processing_classes, data.columns
             )
+            self.rollouts = make_rollouts(rollout_args, tokenizer, rewards)
 
         policy = load_policy(model, init_kwargs, peft_config)
         if args.low_memory:
@@ -285,12 +261,23 @@ class _EpochSeed(TrainerCallback):
             sampler.set_epoch(int((state.epoch or 0.0) + 1e-6))
 
 
+def make_rollouts(args: OnlineArguments, tokenizer: PreTrainedTokenizerBase, rewards: Rewards) -> RolloutCallback:
+    """What samples and scores in a run, as its config says."""
+    return RolloutCallback(
+        ENGINES[args.rollout_engine](tokenizer, args.rollout_batch_size, args.sampling_dtype),
+        rewards,
+        tokenizer,
+        options_from(args, RolloutOptions),
+        steps_per_generation=args.resolved_steps_per_generation,
+        max_policy_lag=args.resolved_max_policy_lag,
+        seed=args.seed,
+        process_index=args.process_index,
+        positions=prompt_positions(
+            args.prompts_per_rollout, args.process_index, args.world_size, args.prompts_per_block
+        ),
+    )
+
+
 def collate_prompts(examples: list[dict[str, Any]]) -> dict[str, Any]:
     """Prompts stay dataset rows until they are rolled out."""
     return {"examples": examples}
-
-
-def _as_dict(value: dict[str, Any] | str | None) -> dict[str, Any]:
-    if value is None:
-        return {}
-    return dict(json.loads(value) if isinstance(value, str) else value)

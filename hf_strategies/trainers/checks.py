@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_token
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from hf_strategies.trainers.arguments import StrategyArguments
 from hf_strategies.trainers.checkpoints import check_checkpoint, named_checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 def check_rewards(strategy: str, reward_funcs: Any, online: bool) -> None:
@@ -17,6 +22,16 @@ def check_rewards(strategy: str, reward_funcs: Any, online: bool) -> None:
         raise ValueError(f"strategy {strategy!r} scores its own completions: reward_funcs is needed")
     if not online and reward_funcs is not None:
         raise ValueError(f"strategy {strategy!r} trains on given rows and makes no rollouts: leave reward_funcs out")
+
+
+def check_reference(strategy: str, ref_model: Any, model: Any, needed: bool) -> None:
+    """Raise unless an explicit reference is a model beside the policy; warn where a strategy needs none."""
+    if ref_model is model:
+        raise ValueError("ref_model is the policy itself: it would change with every update; leave it unset")
+    if not needed:
+        logger.warning("ref_model is not used: %s compares with no reference under these options", strategy)
+    if not isinstance(ref_model, PreTrainedModel | PeftModel):
+        raise TypeError(f"ref_model: got {type(ref_model).__name__}, allowed are a PreTrainedModel, PeftModel")
 
 
 def check_run(strategy: str, args: StrategyArguments, eval_dataset: Any) -> None:
