@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
-from scipy.stats import binomtest, sem, t
 
 from hf_strategies.data.reasoning import (
     AccuracyReward,
@@ -205,14 +203,3 @@ def _problems(numbers: Sequence[int], count: int, seed: int) -> list[dict[str, A
                 found.setdefault(_expression(entry), entry)
         first += 4000
     return list(found.values())[:count]
-
-
-def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of independent scores: Wilson's for zeros and ones, Student's t for other numbers."""
-    if all(score in (0.0, 1.0) for score in scores):
-        interval = binomtest(int(sum(scores)), len(scores)).proportion_ci(confidence_level=0.95, method="wilson")
-        return interval.low, interval.high
-    # A single number says nothing about its own error.
-    mean, error = float(np.mean(scores)), float(sem(scores)) if len(scores) > 1 else 0.0
-    low, high = t.interval(0.95, len(scores) - 1, loc=mean, scale=error) if error else (mean, mean)
-    return float(low), float(high)

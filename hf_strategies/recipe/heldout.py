@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from accelerate.utils import gather_object
 from rich.console import Console
+from scipy.stats import binomtest, sem, t
 
-from hf_strategies.data.demo import Task, mean_interval
+from hf_strategies.data.demo import Task
 from hf_strategies.data.reasoning import lenient_answer, score_answer, strict_answer
 from hf_strategies.reporting.completions import completions_table
 from hf_strategies.trainers import GRPOConfig, GRPOTrainer, StrategyTrainer
@@ -192,3 +194,14 @@ def _side_by_side(before: HeldOut, after: HeldOut, examples: int) -> Any:
             }
         )
     return completions_table(rows, "Held-out completions before and after training")
+
+
+def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean of independent scores: Wilson's for zeros and ones, Student's t for other numbers."""
+    if all(score in (0.0, 1.0) for score in scores):
+        interval = binomtest(int(sum(scores)), len(scores)).proportion_ci(confidence_level=0.95, method="wilson")
+        return interval.low, interval.high
+    # A single number says nothing about its own error.
+    mean, error = float(np.mean(scores)), float(sem(scores)) if len(scores) > 1 else 0.0
+    low, high = t.interval(0.95, len(scores) - 1, loc=mean, scale=error) if error else (mean, mean)
+    return float(low), float(high)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from hf_strategies.data.demo import HIGH, LOW, Task, demo_task, divided_numbers, mean_interval, messages
+from hf_strategies.data.demo import HIGH, LOW, Task, demo_task, divided_numbers, messages
 from hf_strategies.data.reasoning import (
     AccuracyReward,
     create_task,
@@ -207,17 +207,3 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf-strategies\[demo\]'"):
         create_task("chain_sum", size=1)
-
-
-def test_wilson_interval_by_hand() -> None:
-    # k=2, n=4, z^2=3.8415: half width = 1.95996 * sqrt(0.25/4 + 3.8415/64) / (1 + 3.8415/4) = 0.68605/1.96036
-    assert mean_interval([1.0, 0.0, 1.0, 0.0]) == pytest.approx((0.15004, 0.84996), abs=1e-5)
-    # k=0: the lower end is 0 and the upper z^2 / (n + z^2) = 3.8415/7.8415
-    assert mean_interval([0.0] * 4) == pytest.approx((0.0, 0.48989), abs=1e-5)
-
-
-def test_interval_of_other_scores_by_hand() -> None:
-    # mean 0.5, standard error 0.5/sqrt(3) = 0.288675, t(0.975, 2) = 4.302653: half width 1.242069
-    assert mean_interval([0.0, 0.5, 1.0]) == pytest.approx((-0.742069, 1.742069), abs=1e-5)
-    assert mean_interval([0.5, 0.5]) == (0.5, 0.5)
-    assert mean_interval([0.3]) == (0.3, 0.3)
