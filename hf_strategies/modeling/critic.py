@@ -72,8 +72,7 @@ def attach_critic(causal_lm: Any) -> Critic:
     if lm_head is None:
         raise ValueError(f"{type(causal_lm).__name__} has no output embeddings to read hidden states from")
     hidden_size = causal_lm.get_input_embeddings().weight.shape[-1]
-    config = causal_lm.config.get_text_config() if hasattr(causal_lm.config, "get_text_config") else causal_lm.config
-    critic = Critic(getattr(config, "hidden_size", hidden_size))
+    critic = Critic(getattr(causal_lm.config.get_text_config(), "hidden_size", hidden_size))
     critic.to(device=lm_head.weight.device, dtype=torch.float32)
     causal_lm.add_module(CRITIC_NAME, critic)
     lm_head.register_forward_pre_hook(critic.keep_hidden)

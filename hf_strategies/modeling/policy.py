@@ -143,7 +143,7 @@ def check_sizes(
     Raises:
         ValueError: a token id the embedding has no row for, or a row longer than the model's positions.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config()
     vocab_size = getattr(text, "vocab_size", None)
     if vocab_size is not None and len(tokenizer) > vocab_size:
         raise ValueError(

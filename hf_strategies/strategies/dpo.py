@@ -81,14 +81,14 @@ class DPO(Strategy):
 
     def count_items(self, batch: Batch) -> Tensor:
         """Pairs of the batch."""
-        return ((batch.group >= 0).sum() // 2).to(torch.float64)
+        return (batch.in_group.sum() // 2).to(torch.float64)
 
     def loss(self, policy: PolicyOutput, batch: Batch, num_items: Tensor) -> tuple[Tensor, Metrics]:  # noqa: D102
         assert batch.ref_logprobs is not None
         o = self.options
         logps = f.reduce_tokens(policy.logprobs, batch.loss_mask, o.reduction)
         ref_logps = f.reduce_tokens(batch.ref_logprobs, batch.loss_mask, o.reduction)
-        paired = batch.group >= 0
+        paired = batch.in_group
         pairs = logps[paired].view(-1, 2)
         rewards = f.dpo_margins(pairs, ref_logps[paired].view(-1, 2), o.beta)
         chosen, rejected = rewards.unbind(dim=1)
