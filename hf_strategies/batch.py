@@ -346,3 +346,7 @@ class PolicyOutput:
     vocab_mean_logprobs: Tensor | None = None
     values: Tensor | None = None
     computed: Tensor | None = None
+
+    def computed_of(self, mask: Tensor) -> Tensor:
+        """Tokens of a mask [N, C] whose rows were computed."""
+        return mask if self.computed is None else mask & self.computed.unsqueeze(-1)

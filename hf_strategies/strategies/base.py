@@ -104,5 +104,4 @@ class Strategy(ABC):
         """Mean entropy of the trained tokens that were computed, if it was asked for."""
         if policy.entropy is None:
             return {}
-        computed = mask if policy.computed is None else mask & policy.computed.unsqueeze(-1)
-        return {"entropy": Mean.of(policy.entropy, computed)}
+        return {"entropy": Mean.of(policy.entropy, policy.computed_of(mask))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -67,9 +68,7 @@ def get_entry(name: str) -> Entry:
         ValueError: unknown name; the message lists the known ones.
     """
     if name not in STRATEGIES:
-        near = difflib.get_close_matches(name, STRATEGIES, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown strategy {name!r}{hint} (known: {', '.join(STRATEGIES)})")
+        raise ValueError(f"unknown strategy {name!r}{_hint(name, STRATEGIES)} (known: {', '.join(STRATEGIES)})")
     return STRATEGIES[name]
 
 
@@ -83,7 +82,12 @@ def make_strategy(name: str, **options: Any) -> Strategy:
     known = [f.name for f in fields(strategy.Options)]
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"strategy {name!r} has no option {key!r}{hint} (known: {', '.join(known) or 'none'})")
+            raise ValueError(
+                f"strategy {name!r} has no option {key!r}{_hint(key, known)} (known: {', '.join(known) or 'none'})"
+            )
     return strategy(strategy.Options(**options))
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

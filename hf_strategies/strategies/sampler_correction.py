@@ -63,7 +63,7 @@ class SamplerCorrectionOptions(Options):
         """
         if batch.sampling_logprobs is None:
             return 1.0, {}
-        computed = mask if policy.computed is None else mask & policy.computed.unsqueeze(-1)
+        computed = policy.computed_of(mask)
         how = "off" if self.sampler_correction == "auto" else self.sampler_correction
         low, high = BOUNDS[how]
         low = low if self.sampler_correction_min is None else self.sampler_correction_min

@@ -180,10 +180,7 @@ class OnlineArguments(RolloutOptions, StrategyArguments):
                 f"num_generations={self.num_generations}: the strategy compares the completions of a prompt, "
                 f"allowed is a whole number >= {min_group_size}"
             )
-        accumulation, steps = (
-            self.gradient_accumulation_steps,
-            self.resolved_steps_per_generation,
-        )
+        accumulation, steps = self.gradient_accumulation_steps, self.resolved_steps_per_generation
         if accumulation % steps and steps % accumulation:
             valid = [n for n in range(1, 4 * accumulation + 1) if accumulation % n == 0 or n % accumulation == 0]
             raise ValueError(

@@ -21,8 +21,6 @@ from hf_strategies.rollout.callback import RolloutCallback
 
 STATE_FILE = "strategy_state.json"
 CRITIC_FILE = "critic.safetensors"
-
-
 # What Trainer saves for exact resumption; without one of these it would begin afresh there, silently.
 RESUME_FILES = ("trainer_state.json", STATE_FILE, "optimizer.pt", "scheduler.pt")
 

@@ -172,11 +172,7 @@ class StepMixin(Trainer):
         # A product of batch means has no exact split; the token-weighted mean over micro-batches at least does not
         # grow with their number.
         assert result.aux_loss is not None
-        coefficient, tokens, aux = (
-            self.args.router_aux_loss_coef,
-            batch.num_tokens,
-            result.aux_loss,
-        )
+        coefficient, tokens, aux = self.args.router_aux_loss_coef, batch.num_tokens, result.aux_loss
         metrics["aux_loss"] = Mean(aux.detach() * tokens, tokens)
         metrics["aux_loss_weighted"] = Mean(coefficient * aux.detach() * tokens, tokens)
         if result.router_load is not None:
