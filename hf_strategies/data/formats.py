@@ -326,19 +326,15 @@ def encode_dataset(
             rows = read_rows(example, tokenizer, scored)
         except (ValueError, KeyError) as error:
             raise ValueError(f"{name} row {number}: {error}") from error
-        if packed:
-            dropped["empty"] += not rows
-            for row in rows:
-                ids = [*row.prompt_ids, *row.completion_ids]
-                pieces = cut(ids, max_length) if max_length else [ids]
-                dropped["one_token_piece"] += sum(len(piece) < 2 for piece in pieces)
-                examples += [[document_row(piece)] for piece in pieces if len(piece) > 1]
-            continue
-        rows, reason = _fit(rows, max_length, min_rows)
+        reason = None if rows else "empty"
+        if rows and not packed:
+            rows, reason = _fit(rows, max_length, min_rows)
         if reason:
             dropped[reason] += 1
         else:
             examples.append(rows)
+    if packed:
+        examples = _packed([row for rows in examples for row in rows], max_length, dropped)
     if not examples:
         raise ValueError(f"no row of the {name} can train ({len(dataset)} rows, dropped: {dict(+dropped) or 'none'})")
     recorded = sum(any(row.old_logprobs is not None for row in rows) for rows in examples)
@@ -346,9 +342,6 @@ def encode_dataset(
         raise ValueError(
             f"old_logprobs is given in {recorded} of {len(examples)} rows: give it in all of them or none"
         )
-    if packed and max_length:
-        lengths = [1 + len(rows[0].completion_ids) for rows in examples]
-        examples = [[examples[i][0] for i in chosen] for chosen in best_fit_decreasing(lengths, max_length)]
     longest = max(len(row.prompt_ids) + len(row.completion_ids) for rows in examples for row in rows)
     return Encoded(
         Dataset.from_list([{"rows": [asdict(row) for row in rows]} for rows in examples]),
@@ -358,10 +351,20 @@ def encode_dataset(
     )
 
 
+def _packed(documents: list[Row], max_length: int | None, dropped: Counter[str]) -> list[list[Row]]:
+    """Examples of several documents, ``max_length`` tokens at most; without it, of a whole document each."""
+    ids = [[*row.prompt_ids, *row.completion_ids] for row in documents]
+    pieces = [piece for whole in ids for piece in (cut(whole, max_length) if max_length else [whole])]
+    rows = [document_row(piece) for piece in pieces if len(piece) > 1]
+    dropped["one_token_piece"] += len(pieces) - len(rows)
+    if not max_length:
+        return [[row] for row in rows]
+    plan = best_fit_decreasing([1 + len(row.completion_ids) for row in rows], max_length)
+    return [[rows[i] for i in chosen] for chosen in plan]
+
+
 def _fit(rows: list[Row], max_length: int | None, min_rows: int) -> tuple[list[Row], str | None]:
     """Rows cut to ``max_length``, or the reason why the example cannot train."""
-    if not rows:
-        return rows, "empty"
     if max_length is not None:
         if any(len(row.prompt_ids) >= max_length for row in rows):
             return rows, "prompt_too_long"
