@@ -10,8 +10,7 @@ Shape legend, used in every docstring of the package:
 
 A row is a prompt and one completion of it. Everything a strategy trains on is such rows: a document is its first
 token and the rest (G = 1), a preference pair is two rows of one prompt with rewards 1 and 0, a GRPO group is G rows.
-Prompts are padded on the left and completions on the right, so that column P + j
-of every row holds completion token j.
+Prompts are padded on the left and completions on the right: column P + j of every row holds completion token j.
 
 Masks say what True means: ``*_mask`` of the tokens marks real ones, ``loss_mask`` marks the ones that train (a tool's
 answer inside a completion is seen but not trained). No mask is ever derived from a token id.

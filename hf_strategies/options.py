@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 from collections.abc import Collection
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -89,13 +89,8 @@ class Options:
             raise ValueError(f"{name}={value!r}: allowed is a whole number >= {low}{upper}")
 
 
-def default_of(f: Field) -> Any:
-    """Default value of a dataclass field (a fresh one where it is built by a factory)."""
-    return f.default_factory() if f.default_factory is not MISSING else f.default
-
-
 def _class_of(options: Options) -> Any:
-    return type(options)
+    return type(options)  # Any, because a type checker takes no dataclass for a key of `cache`
 
 
 @cache

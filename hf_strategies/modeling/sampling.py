@@ -49,7 +49,7 @@ class Completion:
     Attributes:
         ids: sampled token ids, the end-of-sequence token included.
         logprobs: log-probability of each token under the distribution it was drawn from, in nats.
-        finish_reason: ``stop`` (an end-of-sequence token) or ``length``.
+        finish_reason: ``stop`` (an end-of-sequence token or a stop string) or ``length``.
     """
 
     ids: list[int]

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 # Squared errors of a critic must fit into float32.
 LARGEST = 1e18
 
+# What every reward is offered besides the dataset's columns, see `Rewards.score`.
+PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
 RewardFunction = Callable[..., Any]
 Text = str | list[dict[str, str]]
 

@@ -11,21 +11,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_strategies.rollout.callback import PROMPT_COLUMNS
 from hf_strategies.rollout.rewards import (
+    PROVIDED,
     ModelReward,
     RewardFunction,
     Rewards,
     reward_name,
 )
-
-# What every reward is offered besides the dataset's columns.
-PROVIDED = {
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-}
 
 
 def resolve_rewards(
