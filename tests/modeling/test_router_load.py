@@ -150,6 +150,9 @@ def test_balance_loss_at_perfect_balance_is_top_k_and_padding_does_not_count() -
     assert float(balance_loss((even,), torch.ones(4), config)) == pytest.approx(2.0)
     real = balance_loss((logits[:2],), torch.ones(2), config)
     assert float(balance_loss((logits,), torch.tensor([1, 1, 0]), config)) == pytest.approx(float(real))
+    # One token alone, p = (3/4, 1/4), top 1: 2 * 1 * 3/4.
+    one = torch.tensor([[math.log(3.0), 0.0]])
+    assert float(balance_loss((one,), torch.ones(1), SimpleNamespace(top_k=1))) == pytest.approx(1.5)
     # Nothing real at all is 0, not NaN; layers may come as [N, S, experts].
     assert float(balance_loss((logits,), torch.zeros(3), config)) == 0.0
     assert float(balance_loss((logits[:2].view(1, 2, 4),), torch.ones(2), config)) == pytest.approx(float(real))
