@@ -69,6 +69,7 @@ def declared(strategy: Strategy) -> set[str]:
         "needs_reward_std",
         "needs_vocab_mean",
         "keep_groups",
+        "packed",
         "dropout",
     )
     return {name for name in names if getattr(strategy, name)}

@@ -29,6 +29,7 @@ class Strategy(ABC):
         needs_vocab_mean: `loss` reads ``policy.vocab_mean_logprobs``.
         keep_groups: rows of a group must stay in one micro-batch.
         min_group_size: rows per prompt that the objective needs.
+        packed: rows are documents: long ones are cut into pieces, and several share an example.
         dropout: whether training may run with dropout. Objectives that compare log-probabilities of two passes must
             not: the two would disagree for no reason.
     """
@@ -39,6 +40,7 @@ class Strategy(ABC):
     needs_old_logprobs: ClassVar[bool] = False
     keep_groups: ClassVar[bool] = False
     min_group_size: ClassVar[int] = 1
+    packed: ClassVar[bool] = False
     dropout: ClassVar[bool] = False
 
     def __init__(self, options: _options.Options) -> None:

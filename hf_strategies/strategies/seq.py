@@ -18,3 +18,4 @@ class Seq(SFT):
 
     Options = SeqOptions
     options: SeqOptions
+    packed = True

@@ -87,8 +87,6 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
 
     # The loss is divided by the exact count of the whole optimizer step; Trainer must not divide it again.
     loss_is_scaled_for_ga = True
-    # Pack several documents into each example of offline data.
-    packed = False
     train_dataset: Any
     eval_dataset: Any
 
@@ -140,7 +138,7 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         config = read_config(model, init_kwargs)
         tokenizer = ensure_pad_token(processing_class or load_tokenizer(model, args.trust_remote_code))
         check_sizes(config, tokenizer)
-        data = prepare_data(train_dataset, eval_dataset, tokenizer, self.strategy, args, rollout_args, self.packed)
+        data = prepare_data(train_dataset, eval_dataset, tokenizer, self.strategy, args, rollout_args)
         check_sizes(config, tokenizer, data.longest, data.largest_id)
         if ref_model is not None and self.strategy.needs_reference:
             try:

@@ -48,7 +48,6 @@ def prepare_data(
     strategy: Strategy,
     args: StrategyArguments,
     rollout_args: OnlineArguments | None,
-    packed: bool,
 ) -> RunData:
     """Encode training and evaluation data for a strategy; with ``rollout_args`` the rows are prompts to roll out.
 
@@ -72,7 +71,7 @@ def prepare_data(
             tokenizer,
             args.max_length,
             min_rows=strategy.min_group_size,
-            packed=packed,
+            packed=strategy.packed,
             scored=strategy.needs_rewards,
             name=f"{name} dataset",
         )

@@ -28,8 +28,6 @@ class SeqTrainer(StrategyTrainer):
         **kwargs: see `StrategyTrainer`.
     """
 
-    packed = True
-
     def __init__(
         self,
         model: Any,
