@@ -49,7 +49,7 @@ from hf_strategies.trainers.arguments import (
 )
 from hf_strategies.trainers.checkpoints import CheckpointMixin
 from hf_strategies.trainers.checks import check_reference, check_rewards, check_run
-from hf_strategies.trainers.datasets import check_one_batch, check_one_rollout, prepare_data
+from hf_strategies.trainers.datasets import prepare_data
 from hf_strategies.trainers.evaluation import EvaluationMixin
 from hf_strategies.trainers.micro_batches import check_low_memory
 from hf_strategies.trainers.preparation import Preparation
@@ -145,13 +145,9 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
                 check_sizes(ref_model.config, tokenizer, data.longest, data.largest_id)
             except ValueError as error:
                 raise ValueError(f"ref_model: {error}") from None
-        if data.train is not None and rollout_args is None:
-            check_one_batch(data.train, args)
         self.dropped = data.dropped
         self.rollouts: RolloutCallback | None = None
         if rollout_args is not None:
-            if data.train is not None:
-                check_one_rollout(data.train, rollout_args)
             rewards = resolve_rewards(
                 reward_funcs, rollout_args.reward_weights, reward_processing_classes, data.columns
             )

@@ -53,7 +53,8 @@ def prepare_data(
 
     Raises:
         TypeError: something that is no map-style dataset, or a row that is no dict.
-        ValueError: an empty dataset, missing or mixed columns, or a row that cannot be encoded (naming it).
+        ValueError: an empty dataset, missing or mixed columns, a row that cannot be encoded (naming it), or training
+            data that does not fill one batch or rollout.
     """
     data = RunData()
 
@@ -90,6 +91,11 @@ def prepare_data(
         data.eval = {name: encode(f"eval_{name}", raw) for name, raw in evaluation.items()}
     elif evaluation is not None:
         data.eval = encode("eval", evaluation)
+    if data.train is not None:
+        if rollout_args is not None:
+            check_one_rollout(data.train, rollout_args)
+        else:
+            check_one_batch(data.train, args)
     return data
 
 
