@@ -155,17 +155,19 @@ def reward_metrics(batch: Batch) -> Metrics:
     Groups of one row have nothing to vary: where there are no others, the latter two are left out.
     """
     assert batch.rewards is not None
-    rewards, scorable = batch.rewards, ~batch.rewards.isnan()
+    # On the host: on an accelerator every group would wait for it several times.
+    rewards, group = batch.rewards.cpu(), batch.group.cpu()
+    scorable = ~rewards.isnan()
     stds, constant = [], []
-    for number in batch.group[batch.in_group].unique():
-        rows = batch.group == number
+    for number in group[group >= 0].unique():
+        rows = group == number
         members = rewards[rows & scorable]
         if int(rows.sum()) > 1 and members.numel():
             stds.append(members.std() if members.numel() > 1 else members.new_zeros(()))
             constant.append((members.max() == members.min()).to(rewards.dtype))
     metrics: Metrics = {"reward": Mean.of(rewards, scorable)}
     if stds:
-        count = torch.tensor(len(stds), device=rewards.device)
+        count = torch.tensor(len(stds))
         metrics["reward_std"] = Mean(torch.stack(stds).sum(), count)
         metrics["frac_reward_zero_std"] = Mean(torch.stack(constant).sum(), count)
     return metrics

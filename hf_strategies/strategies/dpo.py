@@ -54,21 +54,23 @@ class DPO(Strategy):
     def select(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Best and worst row of each group, in that order; ties and pairs with an empty side make no pair."""
         assert batch.rewards is not None
+        # Decided on the host: on an accelerator every group would wait for it several times.
+        rewards, group, trains = batch.rewards.cpu(), batch.group.cpu(), batch.loss_mask.any(dim=1).cpu()
         chosen_rows: list[int] = []
         tied = empty = groups = 0
-        for number in batch.group.unique_consecutive().tolist():
+        for number in group.unique_consecutive().tolist():
             if number < 0:
                 continue
-            rows = torch.nonzero(batch.group == number).flatten()
-            rows = rows[~batch.rewards[rows].isnan()]
+            rows = torch.nonzero(group == number).flatten()
+            rows = rows[~rewards[rows].isnan()]
             groups += 1
-            if rows.numel() == 0 or batch.rewards[rows].max() == batch.rewards[rows].min():
+            if rows.numel() == 0 or rewards[rows].max() == rewards[rows].min():
                 tied += 1
                 continue
             # argmax and argmin return the first of equals: the choice is deterministic.
-            best = int(rows[batch.rewards[rows].argmax()])
-            worst = int(rows[batch.rewards[rows].argmin()])
-            if not (batch.loss_mask[best].any() and batch.loss_mask[worst].any()):
+            best = int(rows[rewards[rows].argmax()])
+            worst = int(rows[rewards[rows].argmin()])
+            if not (trains[best] and trains[worst]):
                 empty += 1
                 continue
             chosen_rows += [best, worst]
