@@ -170,11 +170,11 @@ class Forward:
         Returns:
             Numbers of shape [N, C].
         """
-        # A router counts every token, whether it trains or not.
         layout: Stream | Padded
         if self.prefix is not None:
             layout = Suffix.of_batch(batch, self.prefix)
         else:
+            # A router counts every token, whether it trains or not.
             layout = Stream.of(batch, untrained=self.is_moe) if self.stream else Padded(batch)
         inputs = layout.inputs(self.takes_positions, self.keeps_logits)
         inputs["use_cache"] = False
@@ -291,7 +291,9 @@ class CheckedForward(Forward):
             expected = plain(model, sample).policy.logprobs
             for stream, fused in ((self.stream, True), (self.stream, False)):
                 got = self._sibling(stream=stream, fused_head=fused)(model, sample).policy.logprobs
-                difference = largest(float((got - expected).abs().max()))
+                # Rows without completions have nothing to compare; another process may.
+                apart = torch.where(sample.loss_mask, (got - expected).abs(), 0.0)
+                difference = largest(float(apart.max()))
                 if difference <= tolerance:
                     self.stream, self.fused_head = stream, fused
                     return
@@ -317,9 +319,12 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 def _sample(batch: Batch, rows: int = 2, tokens: int = 64) -> Batch:
-    """The first rows of a batch with the last tokens of their prompts and the first of their completions."""
+    """The first rows of a batch with the last tokens of their prompts and the first of their completions.
+
+    All of these count, whether they train or not: what trains may begin later.
+    """
     few = batch.select(range(min(rows, batch.num_rows)))
     cut = {name: getattr(few, name)[:, -tokens:] for name in ("prompt_ids", "prompt_mask")}
-    cut |= {name: getattr(few, name)[:, :tokens] for name in ("completion_ids", "completion_mask", "loss_mask")}
+    cut |= {name: getattr(few, name)[:, :tokens] for name in ("completion_ids", "completion_mask")}
     without: dict[str, Tensor | None] = dict.fromkeys(TOKEN_FIELDS)
-    return few.replace(**(without | cut))
+    return few.replace(**(without | cut | {"loss_mask": cut["completion_mask"]}))

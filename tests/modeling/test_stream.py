@@ -375,6 +375,19 @@ def test_first_batch_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         CheckedForward(model, path="stream").check(model, RAGGED, largest=float)
 
 
+@pytest.mark.parametrize("rows", ["masked", "empty"])
+def test_first_rows_that_do_not_train_prove_nothing_against_the_stream(rows: str) -> None:
+    """A tool's answer first, a reward that is missing, an empty completion: the path stays the fast one."""
+    if rows == "masked":
+        batch = RAGGED.replace(loss_mask=torch.zeros_like(RAGGED.loss_mask))
+    else:
+        batch = batch_of((5, [0, 0]), (4, [3]))
+    forward = CheckedForward(model_of("llama"), path="stream")
+    forward.check(model_of("llama"), batch, largest=float)
+    assert forward.stream
+    assert forward.fused_head
+
+
 def test_a_head_that_does_more_than_a_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its logits are read instead; the stream stays."""
     model = model_of("granite")
