@@ -18,7 +18,7 @@ from hf_strategies.batch import Batch, Row
 from hf_strategies.modeling.attention import Rules, enable_stream, streaming
 from hf_strategies.modeling.forward import Forward
 from hf_strategies.modeling.generation import generating
-from hf_strategies.modeling.sampling import Completion, Sampling, StopStrings, TokenSampler, completions_of, row_noise
+from hf_strategies.modeling.sampling import Completion, Sampling, StopStrings, TokenSampler, row_noise
 from hf_strategies.modeling.stream import KeptStream
 from hf_strategies.modeling.unwrap import causal_lm_of
 
@@ -191,7 +191,8 @@ def stream_completions(
     ends = torch.tensor(list(eos_ids), dtype=torch.long, device=device)
     ids = torch.zeros(rows, sampling.max_new_tokens, dtype=torch.long, device=device)
     logprobs = torch.zeros(rows, sampling.max_new_tokens, dtype=torch.float64, device=device)
-    sizes = torch.zeros(rows, dtype=torch.long)
+    sizes = torch.zeros(rows, dtype=torch.long, device=device)
+    ended = torch.zeros(rows, dtype=torch.bool, device=device)
     with generating(causal_lm), streaming():
         stream = prefill(prompts, device)
         outputs = causal_lm(**stream.inputs(True, True), use_cache=False)
@@ -204,12 +205,12 @@ def stream_completions(
             tokens, token_logprobs = sampler.next(logits, decoding.slots)
             step = decoding.step
             ids[decoding.slots, step], logprobs[decoding.slots, step] = tokens, token_logprobs.double()
-            sizes[decoding.slots[~done].cpu()] = step + 1
+            sizes[decoding.slots[~done]] = step + 1
             done = done | torch.isin(tokens, ends)
             if stop is not None:
-                done = done | torch.tensor(
-                    [stop(row) for row in ids[decoding.slots, : step + 1].tolist()], device=device
-                )
+                newest = ids[decoding.slots, max(0, step + 1 - stop.window) : step + 1].tolist()
+                done = done | torch.tensor([stop(row) for row in newest], device=device)
+            ended[decoding.slots] = done
             if step + 1 == sampling.max_new_tokens or bool(done.all()):
                 break
             if float(done.double().mean()) >= DONE_BEFORE_LEAVING:
@@ -218,9 +219,10 @@ def stream_completions(
                 tokens, done = tokens[remaining], done[remaining]
             logits = causal_lm(**decoding.inputs(tokens), use_cache=False)["logits"][:, -1]
             decoding.step += 1
-    sampled, kept = ids.cpu().tolist(), logprobs.cpu().tolist()
-    cut = [(sampled[r][: int(sizes[r])], kept[r][: int(sizes[r])]) for r in range(rows)]
-    completions = completions_of([row for row, _ in cut], [values for _, values in cut], eos_ids, stop)
+    completions = [
+        Completion(row[:size], values[:size], "stop" if end else "length")
+        for row, values, size, end in zip(ids.tolist(), logprobs.tolist(), sizes.tolist(), ended.tolist(), strict=True)
+    ]
     return [completions[i * n : (i + 1) * n] for i in range(len(prompts))]
 
 

@@ -189,11 +189,15 @@ class StopStrings:
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str]
 
+    @property
+    def window(self) -> int:
+        """Most tokens that a stop string can be spread over, and those of a character before it."""
+        # A token is at least one character, or one of up to four bytes of one.
+        return max(len(string) for string in self.strings) + 4
+
     def __call__(self, ids: Sequence[int]) -> bool:
         """Whether the last token completes a stop string."""
-        # A token is at least one character, or one of up to four bytes of one.
-        window = max(len(string) for string in self.strings) + 4
-        text = self.decode(list(ids[-window:]))
+        text = self.decode(list(ids[-self.window :]))
         return any(string in text for string in self.strings)
 
 

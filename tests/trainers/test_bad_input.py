@@ -614,7 +614,10 @@ def test_adapters_without_their_model(config: LoraConfig | None) -> None:
         ValueError, match="holds adapter layers of another PeftModel: give that PeftModel, or merge it"
     ):
         grpo(lora(make_model()).get_base_model(), trainer=more)
-    assert grpo(lora(make_model()).merge_and_unload().requires_grad_(True), trainer=more).model is not None
+    merged = grpo(lora(make_model()).merge_and_unload().requires_grad_(True), trainer=more).model
+    trained = [name for name, parameter in merged.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained) == (config is not None)
 
 
 def test_several_active_adapters() -> None:
