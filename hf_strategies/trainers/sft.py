@@ -24,7 +24,7 @@ class SFTTrainer(StrategyTrainer):
     Args:
         model: see `StrategyTrainer`.
         args: config.
-        train_dataset: see `hf_strategies.data.formats`.
+        train_dataset: see `hf_strategies.data.rows`.
         **kwargs: see `StrategyTrainer`.
     """
 

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hf_strategies.data.chat import check_messages
-from hf_strategies.data.formats import collate, encode_dataset, read_rows, shape_of, split_pair, with_eos
+from hf_strategies.data.formats import collate, encode_dataset
+from hf_strategies.data.rows import read_rows, shape_of, split_pair, with_eos
 
 A, B, C, D = (VOCAB[c] for c in "abcd")
 USER, ASSISTANT = VOCAB["<user>"], VOCAB["<assistant>"]
