@@ -125,15 +125,16 @@ class Rules:
         """What no fused kernel offers: capped scores and sinks."""
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        return self.weights(q @ k.transpose(-1, -2), mask, q.shape[-1]).to(v.dtype) @ v
+        return self.weights(q @ k.transpose(-1, -2), mask, q.shape[-1], (q.shape[1], 1)).to(v.dtype) @ v
 
-    def weights(self, scores: Tensor, visible: Tensor | None, width: int) -> Tensor:
+    def weights(self, scores: Tensor, visible: Tensor | None, width: int, heads: tuple[int, ...]) -> Tensor:
         """Attention weights.
 
         Args:
-            scores: dot products [rows, ..., keys], whose middle dimensions hold the H heads, in order, and queries.
+            scores: dot products [..., keys].
             visible: broadcastable bool, True where a key is seen; None where all are.
             width: D, for the default scaling.
+            heads: shape of the H heads, in order, against ``scores[..., 0]``.
 
         Returns:
             As ``scores``, at least float32; with sinks they sum to less than 1.
@@ -146,10 +147,8 @@ class Rules:
         dtype = torch.promote_types(scores.dtype, torch.float32)
         if self.sinks is None:
             return scores.softmax(dim=-1, dtype=dtype)
-        heads = scores.shape[1:-1]
-        sinks = self.sinks.to(scores.dtype)
-        sinks = sinks.view(-1, 1).expand(-1, heads.numel() // len(sinks)).reshape(1, *heads, 1)
-        together = torch.cat([scores, sinks.expand(len(scores), *heads, 1)], dim=-1)
+        sinks = self.sinks.to(scores.dtype).view(*heads, 1).expand(*scores.shape[:-1], 1)
+        together = torch.cat([scores, sinks], dim=-1)
         return together.softmax(dim=-1, dtype=dtype)[..., :-1]
 
 

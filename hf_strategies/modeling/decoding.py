@@ -38,9 +38,13 @@ def prefill(prompts: Sequence[Sequence[int]], device: torch.device) -> KeptStrea
 class Decoding:
     """Keys and values while rows are decoded, token by token.
 
+    The rows that are still decoded stand in a grid, one line per prompt, so that the queries of a prompt's rows are
+    one matrix. Lines are as long as the prompt with the most rows needs; the empty cells of others are computed and
+    not read.
+
     Args:
         prompts: the prompts, after they went through the model.
-        lengths: tokens of each prompt.
+        lengths: tokens of each of the B prompts.
         n: completions per prompt.
         capacity: most tokens of a completion.
     """
@@ -52,9 +56,11 @@ class Decoding:
         self.calls = 0
         self.longest = max(lengths)
         self.lengths = torch.tensor(lengths, device=device)
-        # Row r is completion r % n of prompt r // n. `slots` are the rows that are still decoded.
-        self.n = n
+        # Row r is completion r % n of prompt r // n. `slots` are the rows that are still decoded, `cells` their places
+        # in the grid [B, width]; None where they fill it in order.
+        self.n = self.width = n
         self.slots = torch.arange(len(lengths) * n, device=device)
+        self.cells: Tensor | None = None
         column = torch.arange(self.longest, device=device)
         self.ragged = bool((self.lengths < self.longest).any())
         self.prompt_real = column < self.lengths.unsqueeze(1)
@@ -66,30 +72,46 @@ class Decoding:
             layer: tuple(states.index_select(0, index).unflatten(0, shape).transpose(1, 2) for states in kept)
             for layer, kept in prompts.kept.items()
         }
+        # [B, K, width, capacity, D]
         self.own: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def position_ids(self) -> Tensor:
-        """[rows, 1] positions of the tokens that are fed next."""
-        return (self.lengths[self.slots // self.n] + self.step).unsqueeze(1)
+        self._masks: dict[int | None, Tensor] = {}
 
     def inputs(self, tokens: Tensor) -> dict[str, Any]:
         """Keyword arguments of the model for one step: the rows' newest tokens [rows]."""
-        return {"input_ids": tokens.unsqueeze(1), "position_ids": self.position_ids, "stream": self}
+        positions = self.lengths[self.slots // self.n] + self.step
+        return {"input_ids": tokens.unsqueeze(1), "position_ids": positions.unsqueeze(1), "stream": self}
+
+    def advance(self) -> None:
+        """The tokens that were fed are part of what the next ones see."""
+        self.step += 1
+        self._masks = {}
 
     def keep(self, remaining: Tensor) -> None:
         """Go on with some of the rows.
 
         Args:
-            remaining: [k] long, which of the present rows stay.
+            remaining: [k] long, which of the present rows stay, in order.
         """
+        before = remaining if self.cells is None else self.cells[remaining]
         self.slots = self.slots[remaining]
-        for layer, (keys, values) in self.own.items():
-            self.own[layer] = (self._moved(keys, remaining), self._moved(values, remaining))
+        lines = self.slots // self.n
+        rows = torch.bincount(lines, minlength=len(self.lengths))
+        self.width = int(rows.max())
+        cells = lines * self.width + torch.arange(len(lines), device=lines.device) - (rows.cumsum(0) - rows)[lines]
+        full = len(cells) == len(self.lengths) * self.width
+        source = before.new_zeros(len(self.lengths) * self.width).index_copy(0, cells, before)
+        self.cells = None if full else cells
+        self._masks = {}
+        for layer, states in self.own.items():
+            keys, values = (self._moved(each, source) for each in states)
+            self.own[layer] = (keys, values)
 
-    def _moved(self, states: Tensor, remaining: Tensor) -> Tensor:
-        moved = states.new_empty(len(remaining), *states.shape[1:])
-        moved[:, :, : self.step] = states[:, :, : self.step].index_select(0, remaining)
+    def _moved(self, states: Tensor, source: Tensor) -> Tensor:
+        """The grid in which each cell holds what cell ``source`` of ``states`` held."""
+        lines, heads, _, capacity, size = states.shape
+        moved = states.new_empty(lines, heads, self.width, capacity, size)
+        filled = states[..., : self.step, :].transpose(1, 2).flatten(0, 1).index_select(0, source)
+        moved[..., : self.step, :] = filled.unflatten(0, (lines, self.width)).transpose(1, 2)
         return moved
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
@@ -106,58 +128,53 @@ class Decoding:
             [rows, 1, H, E].
         """
         self.calls += 1
-        rows, heads, _, width = query.shape
+        rows, heads, _, size = query.shape
         kv_heads = key.shape[1]
-        if layer not in self.own:
-            self.own[layer] = (
-                key.new_empty(rows, kv_heads, self.capacity, width),
-                value.new_empty(rows, kv_heads, self.capacity, value.shape[-1]),
-            )
-        own_keys, own_values = self.own[layer]
-        own_keys[:, :, self.step], own_values[:, :, self.step] = key[:, :, 0], value[:, :, 0]
-        own_keys, own_values = own_keys[:, :, : self.step + 1], own_values[:, :, : self.step + 1]
+        repeats = heads // kv_heads
+        keys, values = self._own(layer, key, value)
         shared_keys, shared_values = self.shared[layer]
-        queries = query.view(rows, kv_heads, heads // kv_heads, width)
-        scores = torch.cat(
-            [
-                self._apart(self._together(queries) @ shared_keys.transpose(-1, -2)),
-                queries @ own_keys.transpose(-1, -2),
-            ],
-            dim=-1,
-        )
-        weights = rules.weights(scores, self._visible(rules.window), width).to(value.dtype)
+        queries = self._grid(query.view(rows, kv_heads, repeats, size)).contiguous()  # [B, K, width, repeats, D]
+        together = (self.width, repeats)
+        shared_scores = (queries.flatten(2, 3) @ shared_keys.transpose(-1, -2)).unflatten(2, together)
+        scores = torch.cat([shared_scores, queries @ keys.transpose(-1, -2)], dim=-1)
+        weights = rules.weights(scores, self._visible(rules.window), size, (kv_heads, 1, repeats)).to(value.dtype)
         shared_weights, own_weights = weights.split([self.longest, self.step + 1], dim=-1)
-        out = self._apart(self._together(shared_weights) @ shared_values) + own_weights @ own_values
-        return out.reshape(rows, 1, heads, -1)
+        out = (shared_weights.flatten(2, 3) @ shared_values).unflatten(2, together) + own_weights @ values
+        out = out.transpose(1, 2).reshape(-1, 1, heads, out.shape[-1])
+        return out if self.cells is None else out.index_select(0, self.cells)
 
-    def _together(self, states: Tensor) -> Tensor:
-        """[rows, K, r, X] -> [B, K, n * r, X]: the rows of a prompt side by side, those that left as zeros."""
-        prompts = len(self.lengths)
-        if len(states) < prompts * self.n:
-            states = states.new_zeros(prompts * self.n, *states.shape[1:]).index_copy(0, self.slots, states)
-        return states.unflatten(0, (prompts, self.n)).transpose(1, 2).flatten(2, 3)
+    def _own(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of what the rows have sampled [B, K, width, step + 1, D], the newest added."""
+        if layer not in self.own:
+            grid = (len(self.lengths), key.shape[1], self.width, self.capacity)
+            self.own[layer] = (key.new_empty(*grid, key.shape[-1]), value.new_empty(*grid, value.shape[-1]))
+        keys, values = self.own[layer]
+        keys[..., self.step, :] = self._grid(key)[..., 0, :]
+        values[..., self.step, :] = self._grid(value)[..., 0, :]
+        return keys[..., : self.step + 1, :], values[..., : self.step + 1, :]
 
-    def _apart(self, states: Tensor) -> Tensor:
-        """[B, K, n * r, X] -> [rows, K, r, X], the inverse of `_together`."""
-        states = states.unflatten(2, (self.n, -1)).transpose(1, 2).flatten(0, 1)
-        return states if len(self.slots) == len(states) else states.index_select(0, self.slots)
+    def _grid(self, states: Tensor) -> Tensor:
+        """[rows, K, x, D] -> [B, K, width, x, D]; cells without a row are zeros."""
+        lines = len(self.lengths)
+        if self.cells is not None:
+            states = states.new_zeros(lines * self.width, *states.shape[1:]).index_copy(0, self.cells, states)
+        return states.unflatten(0, (lines, self.width)).transpose(1, 2)
 
     def _visible(self, window: int | None) -> Tensor | None:
-        """[rows, 1, 1, P + step + 1] bool, True where a row's new token sees a key; None where it sees all."""
-        windowed = window is not None and window <= self.longest + self.step
-        if not windowed and not self.ragged:
+        """Bool mask for scores [B, K, width, repeats, P + step + 1], True where a key is seen; None: everywhere."""
+        if window is not None and window > self.longest + self.step:
+            window = None
+        if window is None and not self.ragged:
             return None
-        prompts = self.slots // self.n
-        own = torch.arange(self.step + 1, device=self.slots.device)
-        real = torch.cat(
-            [self.prompt_real[prompts], torch.ones_like(own, dtype=torch.bool).expand(len(prompts), -1)], 1
-        )
-        if windowed:
-            assert window is not None
-            lengths = self.lengths[prompts].unsqueeze(1)
-            at = torch.cat([torch.arange(self.longest, device=own.device).expand(len(prompts), -1), lengths + own], 1)
-            real &= at > lengths + self.step - window
-        return real[:, None, None, :]
+        if window not in self._masks:
+            own = torch.arange(self.step + 1, device=self.slots.device)
+            seen = torch.cat([self.prompt_real, self.prompt_real.new_ones(len(self.lengths), len(own))], dim=1)
+            if window is not None:
+                lengths = self.lengths.unsqueeze(1)
+                column = torch.arange(self.longest, device=own.device).expand(len(lengths), -1)
+                seen &= torch.cat([column, lengths + own], dim=1) > lengths + self.step - window
+            self._masks[window] = seen[:, None, None, None, :]
+        return self._masks[window]
 
 
 def stream_completions(
@@ -218,7 +235,7 @@ def stream_completions(
                 decoding.keep(remaining)
                 tokens, done = tokens[remaining], done[remaining]
             logits = causal_lm(**decoding.inputs(tokens), use_cache=False)["logits"][:, -1]
-            decoding.step += 1
+            decoding.advance()
     completions = [
         Completion(row[:size], values[:size], "stop" if end else "length")
         for row, values, size, end in zip(ids.tolist(), logprobs.tolist(), sizes.tolist(), ended.tolist(), strict=True)

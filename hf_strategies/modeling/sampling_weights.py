@@ -1,4 +1,8 @@
-"""Weights for sampling: an adapter added into what it adapts, and all of it in another precision, for a while."""
+"""Weights for sampling: an adapter added into what it adapts, another precision, a layout for products of a few rows.
+
+All three are copies; afterwards the very tensors that were there are back. Merging in place and subtracting again
+would leave rounding behind.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,12 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from hf_strategies.modeling.packed import packed_forward, plain_linears
+
 
 @contextmanager
 def sampling_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[bool]:
-    """Inside this context a model computes with an adapter merged into its weights, and in another precision.
-
-    Both are copies; afterwards the very tensors that were there are back. Merging in place and subtracting again would
-    leave rounding behind.
+    """Inside this context a model computes what it would with its adapter, in another precision, and faster.
 
     Args:
         model: unwrapped model. An adapter is left as it is where it is more than products of two matrices (DoRA,
@@ -34,19 +37,28 @@ def sampling_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[b
     adapted = {id(layer.get_base_layer().weight): layer for layer in layers}
     parameters = list(model.parameters())
     own: list[Tensor] = [parameter.data for parameter in parameters]
+    linears = plain_linears(model)
+    for merged in layers:
+        for unused in (merged.lora_A, merged.lora_B):
+            linears.pop(id(unused[model.active_adapter].weight), None)
     with ExitStack() as contexts:
         contexts.callback(_put_back, parameters, own)
         with torch.no_grad():
-            for parameter in parameters:
+            for parameter, data in zip(parameters, own, strict=True):
                 layer = adapted.get(id(parameter))
                 if layer is not None:
-                    parameter.data = parameter.data + layer.get_delta_weight(model.active_adapter)
+                    parameter.data = layer.get_delta_weight(model.active_adapter).add_(data)
+                if dtype is not None and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+                for linear in linears.get(id(parameter), ()):
+                    forward = packed_forward(linear)
+                    if forward is not None:
+                        linear.__dict__["forward"] = forward
+                        contexts.callback(linear.__dict__.pop, "forward")
+                        if dtype is None:
+                            parameter.data = data  # the packed copy is the one that is read
         if layers:
             contexts.enter_context(model.disable_adapter())
-        if dtype is not None:
-            for parameter in parameters:
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
         yield bool(layers)
 
 

@@ -1,0 +1,90 @@
+"""Products with weights in oneDNN's layout against plain ones."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS, make_model
+from harness import lora
+from torch import nn
+
+from hf_strategies.modeling import packed
+from hf_strategies.modeling.decoding import stream_completions
+from hf_strategies.modeling.sampling import Sampling
+from hf_strategies.modeling.sampling_weights import sampling_weights
+
+needs_packing = pytest.mark.skipif(not packed.can_pack(torch.float32), reason="this torch packs no weights")
+
+
+@pytest.fixture
+def everything_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "SMALLEST_PACKED", 0)
+
+
+def packed_layers(model: Any) -> list[nn.Module]:
+    return [module for module in model.modules() if "forward" in module.__dict__]
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_product(dtype: torch.dtype, bias: bool, everything_packs: None) -> None:
+    layer = nn.Linear(48, 80, bias=bias).to(dtype)
+    forward = packed.packed_forward(layer)
+    assert forward is not None
+    for shape in [(1, 48), (8, 1, 48), (2, 5, 48)]:
+        x = torch.randn(shape).to(dtype)
+        with torch.no_grad():
+            torch.testing.assert_close(forward(x), layer(x))
+
+
+def test_what_is_not_packed(everything_packs: None) -> None:
+    """Other precisions, layers with a forward of their own, layers that are more than a product."""
+    assert packed.packed_forward(nn.Linear(4, 4).double()) is None
+
+    class Doubled(nn.Linear):
+        pass
+
+    replaced = nn.Linear(4, 4)
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    plain = nn.Linear(4, 4)
+    found = packed.plain_linears(nn.ModuleList([Doubled(4, 4), replaced, plain]))
+    assert found == {id(plain.weight): [plain]}
+
+
+def test_small_weights_stay_as_they_are() -> None:
+    assert packed.packed_forward(nn.Linear(255, 256)) is None
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_sampling_with_packed_weights(adapter: bool, dtype: torch.dtype | None, everything_packs: None) -> None:
+    """Completions are those of the plain weights, tied head and adapter included; afterwards nothing is left of it."""
+    base = make_model("llama", tie_word_embeddings=True)
+    base.tie_weights()
+    model = lora(base).eval() if adapter else base.eval()
+    keys = [[(1, i, j) for j in range(4)] for i in range(2)]
+
+    def sample() -> Any:
+        return stream_completions(model, [[7, 8, 9], [10, 11]], 4, Sampling(12), keys, [EOS])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "can_pack", lambda dtype: False)
+        with sampling_weights(model, dtype):
+            assert not packed_layers(model)
+            expected = sample()
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    with sampling_weights(model, dtype):
+        assert len(packed_layers(model)) == 2 * 7 + 1
+        got = sample()
+    assert not packed_layers(model)
+    assert all(
+        p.data_ptr() == before[name][0] and torch.equal(p, before[name][1]) for name, p in model.named_parameters()
+    )
+    for mine, theirs in zip(chain(*got), chain(*expected), strict=True):
+        assert mine.ids == theirs.ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
