@@ -59,8 +59,10 @@ GRPO = (
 )
 DPO = (Case("dpo-512-64", "dpo", 512, 64, group=2, prompts=2, goals=(("step", 2.5), ("memory", 2.0)), pairs=5),)
 SFT = (
-    Case("sft-ragged", "sft", 20, 380, group=1, prompts=16, ragged=0.2, goals=(("step", 2.0),), pairs=5),
-    Case("sft-packed", "sft", 20, 380, group=1, prompts=16, ragged=0.2, packed=True, goals=(("step", 1.1),), pairs=5),
+    Case("sft-ragged", "sft", 20, 380, group=1, prompts=16, ragged=0.2, goals=(("tokens", 2.0),), pairs=5),
+    Case(
+        "sft-packed", "sft", 20, 380, group=1, prompts=16, ragged=0.2, packed=True, goals=(("tokens", 1.1),), pairs=5
+    ),
 )
 ROLLOUT = (
     Case("rollout-512-64-8", "rollout", 512, 64),

@@ -24,7 +24,13 @@ from benchmarks.cases import TABLES, Case
 RESULTS = Path("runs/benchmarks")
 SIDES = ("trl", "ours")
 PACKAGES = ("torch", "transformers", "peft", "trl")
-MEASURES = {"train": "train phase", "step": "whole step", "generation": "sampling", "memory": "memory above the model"}
+MEASURES = {
+    "train": "train phase",
+    "step": "whole step",
+    "generation": "sampling",
+    "memory": "memory above the model",
+    "tokens": "tokens per second",
+}
 
 
 def run_once(side: str, case: Case, log: Path) -> dict[str, Any]:
@@ -67,9 +73,12 @@ def row(case: Case) -> dict[str, Any] | None:
         return {"case": case.name, "failed": failed}
     pairs = list(zip(results["trl"], results["ours"], strict=False))
     keys = {"train": "train", "step": "step", "generation": "generation", "memory": "above_model_gb"}
+    keys["tokens"] = "tokens_per_second"
     figures: dict[str, Any] = {"case": case.name, "pairs": len(pairs)}
     for name, key in keys.items():
         ratios = [trl[key] / ours[key] for trl, ours in pairs if ours[key]]
+        if name == "tokens":  # the more the better
+            ratios = [1 / ratio for ratio in ratios if ratio]
         figures[name] = {
             "trl": median(trl[key] for trl, _ in pairs),
             "ours": median(ours[key] for _, ours in pairs),
@@ -84,19 +93,22 @@ def row(case: Case) -> dict[str, Any] | None:
 def table(name: str) -> str:
     """Markdown of one table."""
     lines = [
-        "| case | pairs | train phase | whole step | sampling | memory above the model | sharing | goals |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | pairs | train phase | whole step | sampling | memory above the model | tokens | sharing | goals |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for case in TABLES[name]:
         figures = row(case)
         if figures is None:
             continue
         if "failed" in figures:
-            lines.append(f"| {case.name} | | {figures['failed']} | | | | | |")
+            lines.append(f"| {case.name} | | {figures['failed']} | | | | | | |")
             continue
         cells = []
-        for key in ("train", "step", "generation", "memory"):
-            f, unit = figures[key], "GB" if key == "memory" else "s"
+        for key in MEASURES:
+            f, unit = figures[key], {"memory": "GB", "tokens": "/s"}.get(key, "s")
+            if case.kind != "sft" and key == "tokens":
+                cells.append("")
+                continue
             ratio = "" if f["ratio"] is None or not f["trl"] else f" (**{f['ratio']:.1f}x**)"
             cells.append(f"{f['trl']:.1f} / {f['ours']:.1f} {unit}{ratio}")
         goals = ", ".join(
