@@ -82,7 +82,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     return -torch.where(logprobs.isinf(), torch.zeros_like(logprobs), logprobs.exp() * logprobs).sum(dim=-1)
 
 
-def smoothed_nll(logprobs: Tensor, vocab_mean_logprobs: Tensor | None, label_smoothing: float) -> Tensor:
+def smoothed_nll(logprobs: Tensor, vocab_mean: Tensor | None, label_smoothing: float) -> Tensor:
     """Cross-entropy per token with the target smoothed over the whole vocabulary.
 
     ``(1 - e) * -log p(y) + e * -mean_v log p(v)``: the convention of `torch.nn.functional.cross_entropy`, in which the
@@ -90,7 +90,7 @@ def smoothed_nll(logprobs: Tensor, vocab_mean_logprobs: Tensor | None, label_smo
 
     Args:
         logprobs: [N, C] of the target tokens.
-        vocab_mean_logprobs: [N, C]; needed when ``label_smoothing`` > 0.
+        vocab_mean: [N, C]; needed when ``label_smoothing`` > 0.
         label_smoothing: e in [0, 1).
 
     Returns:
@@ -98,9 +98,9 @@ def smoothed_nll(logprobs: Tensor, vocab_mean_logprobs: Tensor | None, label_smo
     """
     if label_smoothing == 0.0:
         return -logprobs
-    if vocab_mean_logprobs is None:
-        raise ValueError("label_smoothing > 0 needs vocab_mean_logprobs")
-    return -(1.0 - label_smoothing) * logprobs - label_smoothing * vocab_mean_logprobs
+    if vocab_mean is None:
+        raise ValueError("label_smoothing > 0 needs vocab_mean")
+    return -(1.0 - label_smoothing) * logprobs - label_smoothing * vocab_mean
 
 
 # ---- ratios and divergences ----

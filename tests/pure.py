@@ -51,7 +51,7 @@ def policy_from(table: Tensor, batch: Batch) -> PolicyOutput:
         batch: any batch.
     """
     logprobs, values, vocab_mean = (row[batch.completion_ids] for row in table)
-    return PolicyOutput(logprobs=logprobs, values=values, vocab_mean_logprobs=vocab_mean)
+    return PolicyOutput(logprobs=logprobs, values=values, vocab_mean=vocab_mean)
 
 
 def number(metric: Mean | Extreme | Any) -> float:
@@ -67,12 +67,11 @@ def declared(strategy: Strategy) -> set[str]:
         "needs_old_logprobs",
         "needs_reference",
         "needs_reward_std",
-        "needs_vocab_mean",
         "keep_groups",
         "packed",
         "dropout",
     )
-    return {name for name in names if getattr(strategy, name)}
+    return {name for name in names if getattr(strategy, name)} | set(strategy.reads) - {"entropy"}
 
 
 def close(actual: Tensor, expected: Any, atol: float = 1e-12, rtol: float = 1e-10) -> None:

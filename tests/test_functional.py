@@ -117,7 +117,7 @@ def test_label_smoothing_by_hand() -> None:
     close(f.smoothed_nll(f64([[-1.0]]), f64([[-3.0]]), 0.1), [[1.2]])
     close(f.smoothed_nll(f64([[-1.0]]), None, 0.0), [[1.0]])
     close(f.smoothed_nll(f64([[-1.0]]), f64([[NAN]]), 0.0), [[1.0]])
-    with pytest.raises(ValueError, match=r"^label_smoothing > 0 needs vocab_mean_logprobs$"):
+    with pytest.raises(ValueError, match=r"^label_smoothing > 0 needs vocab_mean$"):
         f.smoothed_nll(f64([[-1.0]]), None, 0.1)
 
 

@@ -370,9 +370,7 @@ def test_label_smoothing(name: str) -> None:
     for smoothing in i["label_smoothing"]:
         logits = f64(i["logits"]).requires_grad_()
         strategy = make_strategy(name, label_smoothing=smoothing)
-        policy = PolicyOutput(
-            logprobs=f.token_logprobs(logits, targets), vocab_mean_logprobs=logits.log_softmax(-1).mean(-1)
-        )
+        policy = PolicyOutput(logprobs=f.token_logprobs(logits, targets), vocab_mean=logits.log_softmax(-1).mean(-1))
         loss, _ = strategy.loss(policy, batch, strategy.count_items(batch))
         loss.backward()
         same(loss.detach(), right[f"{name}_loss_{smoothing or 0}"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -152,8 +152,7 @@ class Forward:
         model: nn.Module,
         batch: Batch,
         *,
-        entropy: bool = False,
-        vocab_mean: bool = False,
+        wanted: Collection[str] = (),
         values: bool = False,
         router: bool = False,
     ) -> ForwardResult:
@@ -162,8 +161,7 @@ class Forward:
         Args:
             model: the model to call, wrapped or not.
             batch: N rows.
-            entropy: also return the entropy of each token's distribution, detached.
-            vocab_mean: also return the mean log-probability over the vocabulary.
+            wanted: fields of `PolicyOutput` to fill in beside log-probabilities, of `modeling.head.EXTRAS`.
             values: also return the critic's values; the model must carry a critic.
             router: also return the aux loss and the router's load, if the model is a mixture of experts.
 
@@ -196,22 +194,19 @@ class Forward:
 
                 def score(hidden: Tensor) -> TokenScores:
                     states = layout.pick(hidden)
-                    return score_hidden(head, states, layout.targets, shape, entropy=entropy, vocab_mean=vocab_mean)
+                    return score_hidden(head, states, layout.targets, shape, wanted)
 
                 contexts.enter_context(scoring(lm, score))
             outputs = model(**inputs)
         if isinstance(layout, Stream):
             layout.check_used()
         if fusible(head):
-            scores = TokenScores(outputs["logprobs"], outputs["entropy"], outputs["vocab_mean"])
+            scores = TokenScores(outputs["logprobs"], **{name: outputs[name] for name in wanted})
         else:
-            scores = self._score(layout.pick(outputs["logits"]), layout.targets, entropy, vocab_mean)
+            scores = self._score(layout.pick(outputs["logits"]), layout.targets, wanted)
+        found = {name: layout.scatter(values) for name, values in vars(scores).items() if values is not None}
         result = ForwardResult(
-            PolicyOutput(
-                logprobs=layout.scatter(scores.logprobs),
-                entropy=None if scores.entropy is None else layout.scatter(scores.entropy),
-                vocab_mean_logprobs=None if scores.vocab_mean is None else layout.scatter(scores.vocab_mean),
-            ),
+            PolicyOutput(**found),
             padded_tokens=layout.padded_tokens,
             computed_tokens=layout.num_tokens,
         )
@@ -227,21 +222,14 @@ class Forward:
             )
         return result
 
-    def _score(self, logits: Tensor, targets: Tensor, entropy: bool, vocab_mean: bool) -> TokenScores:
+    def _score(self, logits: Tensor, targets: Tensor, wanted: Collection[str]) -> TokenScores:
         parts = []
         for chunk, ids in zip(logits.split(POSITIONS_PER_CHUNK), targets.split(POSITIONS_PER_CHUNK), strict=True):
             chunk = f.at_least_float32(chunk)
             if self.temperature != 1.0:
                 chunk = chunk / self.temperature
-            parts.append(score_logits(chunk, ids, entropy=entropy, vocab_mean=vocab_mean))
-
-        def joined(name: str) -> Tensor | None:
-            columns = [getattr(part, name) for part in parts]
-            return None if columns[0] is None else torch.cat(columns)
-
-        logprobs = joined("logprobs")
-        assert logprobs is not None
-        return TokenScores(logprobs, joined("entropy"), joined("vocab_mean"))
+            parts.append(score_logits(chunk, ids, wanted))
+        return TokenScores.cat(parts)
 
 
 class CheckedForward(Forward):

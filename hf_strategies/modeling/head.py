@@ -9,7 +9,7 @@ own: its chunks are computed again in the backward pass. Either way one chunk of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,47 +62,90 @@ class LogitShape:
         return (1.0 - (shaped / (self.scale * self.softcap)).square()) * (self.inner_scale * self.scale)
 
 
+# What can be asked for beside log-probabilities; only the vocabulary's mean carries a gradient.
+EXTRAS = ("entropy", "vocab_mean", "log_collision", "correct", "greedy")
+
+
 @dataclass
 class TokenScores:
-    """Numbers of M scored tokens.
+    """Numbers of M scored tokens; what was not asked for is None.
 
     Attributes:
         logprobs: [M], attached.
-        entropy: [M], detached; None unless asked for.
-        vocab_mean: [M] mean log-probability of all V tokens, attached; None unless asked for.
+        entropy: [M] of the distribution that each token was drawn from, in nats, detached.
+        vocab_mean: [M] mean log-probability of all V tokens, attached.
+        log_collision: [M] logarithm of the sum of all V squared probabilities, detached.
+        correct: [M] 1.0 where no token is likelier than the scored one, else 0.0.
+        greedy: [M] long, the likeliest token.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     vocab_mean: Tensor | None = None
+    log_collision: Tensor | None = None
+    correct: Tensor | None = None
+    greedy: Tensor | None = None
+
+    @classmethod
+    def cat(cls, parts: Sequence[TokenScores]) -> TokenScores:
+        """Scores of parts one after another."""
+        columns = {name: [getattr(part, name) for part in parts] for name in ("logprobs", *EXTRAS)}
+        return cls(**{name: torch.cat(column) for name, column in columns.items() if column[0] is not None})
 
 
-def score_logits(logits: Tensor, targets: Tensor, *, entropy: bool, vocab_mean: bool) -> TokenScores:
+def score_logits(logits: Tensor, targets: Tensor, wanted: Collection[str] = ()) -> TokenScores:
     """Scores from shaped logits [M, V]: the plain way, and the oracle of the others."""
     scores = TokenScores(f.token_logprobs(logits, targets))
-    if entropy:
-        with torch.no_grad():
-            scores.entropy = f.entropy_from_logits(logits)
-    if vocab_mean:
+    if "vocab_mean" in wanted:
         scores.vocab_mean = logits.mean(dim=-1) - logits.logsumexp(dim=-1)
+    with torch.no_grad():
+        if "entropy" in wanted:
+            scores.entropy = f.entropy_from_logits(logits)
+        if "log_collision" in wanted:
+            scores.log_collision = (2 * logits).logsumexp(dim=-1) - 2 * logits.logsumexp(dim=-1)
+        if "correct" in wanted:
+            scores.correct = _is_greatest(logits, targets)
+        if "greedy" in wanted:
+            scores.greedy = logits.argmax(dim=-1)
     return scores
 
 
+def _is_greatest(logits: Tensor, targets: Tensor) -> Tensor:
+    at_target = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return (at_target >= logits.amax(dim=-1)).to(logits.dtype)  # several times faster than argmax
+
+
 class SavedDirection(torch.autograd.Function):
-    """Log-probability and entropy under a frozen head, with the gradient's direction kept from the forward pass."""
+    """Log-probability and detached extras under a frozen head, with the gradient's direction kept from forward."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: LogitShape, keep: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Scores of one chunk: hidden [M, E], weight [V, E], bias [V] or None, targets [M] -> two [M]."""
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        shape: LogitShape,
+        keep: bool,
+        wanted: Sequence[str],
+    ) -> tuple[Tensor, ...]:
+        """Scores of one chunk: hidden [M, E], weight [V, E], bias [V] or None, targets [M] -> [M] each."""
         logits = shape.apply(linear(hidden, weight, bias))
         slope = shape.slope(logits) if keep else None
         # In place: passes over [chunk, V] are what costs here beside the two products.
         logged = logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
         logprobs = logged.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        probs = logged.exp()
-        entropy = -torch.bmm(probs.unsqueeze(1), logged.unsqueeze(2)).flatten()
+        extras: dict[str, Tensor] = {}
+        if "correct" in wanted:
+            extras["correct"] = _is_greatest(logged, targets)
+        if "greedy" in wanted:
+            extras["greedy"] = logged.argmax(dim=-1)
+        if keep or {"entropy", "log_collision"} & set(wanted):
+            probs = logged.exp()
+            if "entropy" in wanted:
+                extras["entropy"] = -torch.bmm(probs.unsqueeze(1), logged.unsqueeze(2)).flatten()
+            if "log_collision" in wanted:
+                extras["log_collision"] = torch.bmm(probs.unsqueeze(1), probs.unsqueeze(2)).flatten().log()
         if slope is not None:
             pull = weight[targets]
             if isinstance(slope, Tensor):
@@ -112,19 +155,19 @@ class SavedDirection(torch.autograd.Function):
             if not isinstance(slope, Tensor):
                 direction = direction * slope
             ctx.save_for_backward(direction.to(hidden.dtype))
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(*extras.values())
+        return logprobs, *(extras[name] for name in wanted)
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> Any:
+    def backward(ctx: Any, grad_logprobs: Tensor, *unused: Tensor) -> Any:
         """Gradient of the hidden states alone."""
         (direction,) = ctx.saved_tensors
         grad = grad_logprobs.unsqueeze(-1) * direction
-        return grad.to(direction.dtype), None, None, None, None, None
+        return grad.to(direction.dtype), None, None, None, None, None, None
 
 
 def score_hidden(
-    head: nn.Linear, hidden: Tensor, targets: Tensor, shape: LogitShape, *, entropy: bool, vocab_mean: bool
+    head: nn.Linear, hidden: Tensor, targets: Tensor, shape: LogitShape, wanted: Collection[str] = ()
 ) -> TokenScores:
     """Scores of M tokens, a chunk of positions at a time.
 
@@ -133,33 +176,24 @@ def score_hidden(
         hidden: [M, E].
         targets: [M] long.
         shape: see `LogitShape`.
-        entropy: also return entropies.
-        vocab_mean: also return the vocabulary's mean log-probability.
+        wanted: what to return beside log-probabilities, of `EXTRAS`.
     """
     trained = head.weight.requires_grad or (head.bias is not None and head.bias.requires_grad)
     grad = torch.is_grad_enabled()
+    names = [name for name in EXTRAS if name in wanted]
 
-    def plain(hidden: Tensor, targets: Tensor) -> tuple[Tensor | None, ...]:
-        logits = shape.apply(linear(hidden, head.weight, head.bias))
-        scores = score_logits(logits, targets, entropy=entropy, vocab_mean=vocab_mean)
-        return scores.logprobs, scores.entropy, scores.vocab_mean
+    def plain(hidden: Tensor, targets: Tensor) -> TokenScores:
+        return score_logits(shape.apply(linear(hidden, head.weight, head.bias)), targets, names)
 
-    def chunk_scores(hidden: Tensor, targets: Tensor) -> tuple[Tensor | None, ...]:
-        if not vocab_mean and not trained:
+    def chunk_scores(hidden: Tensor, targets: Tensor) -> TokenScores:
+        if "vocab_mean" not in names and not trained:
             keep = grad and hidden.requires_grad
-            return SavedDirection.apply(hidden, head.weight, head.bias, targets, shape, keep)
-        if grad:
-            return checkpoint(plain, hidden, targets, use_reentrant=False)
-        return plain(hidden, targets)
+            logprobs, *extras = SavedDirection.apply(hidden, head.weight, head.bias, targets, shape, keep, names)
+            return TokenScores(logprobs, **dict(zip(names, extras, strict=True)))
+        return checkpoint(plain, hidden, targets, use_reentrant=False) if grad else plain(hidden, targets)
 
-    parts = [
-        chunk_scores(h, t)
-        for h, t in zip(hidden.split(POSITIONS_PER_CHUNK), targets.split(POSITIONS_PER_CHUNK), strict=True)
-    ]
-    columns = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]  # type: ignore[arg-type]
-    logprobs, entropies, *rest = columns
-    assert logprobs is not None
-    return TokenScores(logprobs, entropies if entropy else None, rest[0] if rest else None)
+    chunks = zip(hidden.split(POSITIONS_PER_CHUNK), targets.split(POSITIONS_PER_CHUNK), strict=True)
+    return TokenScores.cat([chunk_scores(h, t) for h, t in chunks])
 
 
 def fusible(head: Any) -> bool:
@@ -188,12 +222,7 @@ def scoring(causal_lm: Any, score: Callable[[Tensor], TokenScores]) -> Iterator[
     def replace_logits(module: nn.Module, args: Any, output: Any) -> dict[str, Any]:
         scores = result.pop()
         fields = {name: value for name, value in output.items() if name != "logits"}
-        return {
-            **fields,
-            "logprobs": scores.logprobs,
-            "entropy": scores.entropy,
-            "vocab_mean": scores.vocab_mean,
-        }
+        return fields | {name: values for name, values in vars(scores).items() if values is not None}
 
     before = head.__dict__.get("forward")
     head.forward = scored

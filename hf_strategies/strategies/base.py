@@ -26,7 +26,6 @@ class Strategy(ABC):
         needs_rewards: rows must carry rewards when they reach `select`.
         needs_critic: `loss` reads ``policy.values``.
         needs_old_logprobs: ``old_logprobs`` are captured before the first update on a rollout, always.
-        needs_vocab_mean: `loss` reads ``policy.vocab_mean_logprobs``.
         keep_groups: rows of a group must stay in one micro-batch.
         min_group_size: rows per prompt that the objective needs.
         packed: rows are documents: long ones are cut into pieces, and several share an example.
@@ -57,9 +56,9 @@ class Strategy(ABC):
         return False
 
     @property
-    def needs_vocab_mean(self) -> bool:
-        """Whether `loss` reads ``policy.vocab_mean_logprobs``."""
-        return False
+    def reads(self) -> tuple[str, ...]:
+        """Fields of `PolicyOutput` that `loss` reads beside log-probabilities and values."""
+        return ("entropy",)
 
     def select(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Rows that train, from complete groups. Identity by default."""

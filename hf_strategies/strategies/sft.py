@@ -37,11 +37,11 @@ class SFT(Strategy):
     dropout = True
 
     @property
-    def needs_vocab_mean(self) -> bool:  # noqa: D102 - see Strategy
-        return self.options.label_smoothing > 0
+    def reads(self) -> tuple[str, ...]:  # noqa: D102 - see Strategy
+        return ("entropy", "vocab_mean") if self.options.label_smoothing > 0 else ("entropy",)
 
     def loss(self, policy: PolicyOutput, batch: Batch, num_items: Tensor) -> tuple[Tensor, Metrics]:  # noqa: D102
-        nll = f.smoothed_nll(policy.logprobs, policy.vocab_mean_logprobs, self.options.label_smoothing)
+        nll = f.smoothed_nll(policy.logprobs, policy.vocab_mean, self.options.label_smoothing)
         loss = f.aggregate(nll, batch.loss_mask, num_items, "dapo")
         metrics: Metrics = {"task_loss": self.share(loss, batch, num_items)}
         metrics |= self.entropy_metric(policy, batch.loss_mask)

@@ -148,8 +148,7 @@ class StepMixin(Trainer):
         result = self.forward_pass(
             model,
             batch.replace(loss_mask=batch.loss_mask & ~idle.unsqueeze(-1)),
-            entropy=True,
-            vocab_mean=self.strategy.needs_vocab_mean,
+            wanted=self.strategy.reads,
             values=self.strategy.needs_critic,
             router=True,
         )

@@ -69,15 +69,15 @@ def test_padded_rows_score_like_rows_alone(kind: str, adapter: bool) -> None:
 def test_what_padding_holds_does_not_matter(kind: str) -> None:
     model = make_model(kind)
     batch = some_batch()
-    expected = Forward(model)(model, batch, entropy=True, vocab_mean=True).policy
+    expected = Forward(model)(model, batch, wanted=("entropy", "vocab_mean")).policy
     garbage = batch.replace(
         prompt_ids=torch.where(batch.prompt_mask, batch.prompt_ids, torch.full_like(batch.prompt_ids, 17)),
         completion_ids=torch.where(
             batch.completion_mask, batch.completion_ids, torch.full_like(batch.completion_ids, 23)
         ),
     )
-    got = Forward(model)(model, garbage, entropy=True, vocab_mean=True).policy
-    for name in ("logprobs", "entropy", "vocab_mean_logprobs"):
+    got = Forward(model)(model, garbage, wanted=("entropy", "vocab_mean")).policy
+    for name in ("logprobs", "entropy", "vocab_mean"):
         for mine, theirs in zip(real(getattr(got, name), batch), real(getattr(expected, name), batch), strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
@@ -124,13 +124,13 @@ def test_chunks_change_neither_values_nor_gradients(temperature: float, monkeypa
     for chunk in (1, 3, 7, 10_000):
         monkeypatch.setattr(forward_module, "POSITIONS_PER_CHUNK", chunk)
         model = make_model("llama")
-        policy = Forward(model, temperature)(model, batch, entropy=True, vocab_mean=True).policy
-        (policy.logprobs[batch.loss_mask].sum() + policy.vocab_mean_logprobs[batch.loss_mask].sum()).backward()
+        policy = Forward(model, temperature)(model, batch, wanted=("entropy", "vocab_mean")).policy
+        (policy.logprobs[batch.loss_mask].sum() + policy.vocab_mean[batch.loss_mask].sum()).backward()
         results.append((policy, {name: p.grad for name, p in model.named_parameters()}))
     whole, gradients = results[-1]
     assert max(float(g.abs().max()) for g in gradients.values()) > 0.1
     for policy, grads in results[:-1]:
-        for name in ("logprobs", "entropy", "vocab_mean_logprobs"):
+        for name in ("logprobs", "entropy", "vocab_mean"):
             torch.testing.assert_close(getattr(policy, name), getattr(whole, name), atol=1e-6, rtol=1e-6)
         for name, grad in grads.items():
             torch.testing.assert_close(grad, gradients[name], atol=1e-5, rtol=1e-5)
@@ -144,7 +144,7 @@ def test_numbers_against_the_definition(temperature: float) -> None:
     """Pitfall A-11: everything is of logits / temperature."""
     model = make_model("llama")
     batch = some_batch()
-    policy = Forward(model, temperature)(model, batch, entropy=True, vocab_mean=True).policy
+    policy = Forward(model, temperature)(model, batch, wanted=("entropy", "vocab_mean")).policy
     with torch.no_grad():
         logits = model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), position_ids=batch.position_ids
@@ -154,7 +154,7 @@ def test_numbers_against_the_definition(temperature: float) -> None:
     expected = {
         "logprobs": table.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1),
         "entropy": -(table.exp() * table).sum(-1),
-        "vocab_mean_logprobs": table.mean(-1),
+        "vocab_mean": table.mean(-1),
     }
     for name, values in expected.items():
         got = getattr(policy, name)
@@ -168,7 +168,7 @@ def test_numbers_against_the_definition(temperature: float) -> None:
 def test_nothing_is_computed_that_was_not_asked_for() -> None:
     model = make_model("mixtral")
     result = Forward(model)(model, some_batch())
-    assert result.policy.entropy is result.policy.vocab_mean_logprobs is result.policy.values is None
+    assert result.policy.entropy is result.policy.vocab_mean is result.policy.values is None
     assert result.aux_loss is result.router_load is None
     with_router = Forward(model)(model, some_batch(), router=True)
     assert with_router.aux_loss.requires_grad
@@ -181,8 +181,8 @@ def test_half_precision_is_raised_to_float32() -> None:
     """Sums of bfloat16 log-probabilities would lose whole digits."""
     model = make_model("llama").to(torch.bfloat16)
     batch = some_batch()
-    policy = Forward(model)(model, batch, entropy=True, vocab_mean=True).policy
-    assert {policy.logprobs.dtype, policy.entropy.dtype, policy.vocab_mean_logprobs.dtype} == {torch.float32}
+    policy = Forward(model)(model, batch, wanted=("entropy", "vocab_mean")).policy
+    assert {policy.logprobs.dtype, policy.entropy.dtype, policy.vocab_mean.dtype} == {torch.float32}
     with torch.no_grad():
         logits = model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), position_ids=batch.position_ids

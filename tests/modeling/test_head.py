@@ -10,7 +10,7 @@ from conftest import make_model
 from torch import Tensor, nn
 
 from hf_strategies.modeling import head as head_module
-from hf_strategies.modeling.head import LogitShape, fusible, score_hidden, score_logits, scoring
+from hf_strategies.modeling.head import EXTRAS, LogitShape, fusible, score_hidden, score_logits, scoring
 
 SHAPES = {
     "plain": LogitShape(),
@@ -26,13 +26,15 @@ def setup(bias: bool, trained: bool, dtype: torch.dtype = torch.float64) -> tupl
     return head, torch.randn(5, 4, dtype=dtype, requires_grad=True), torch.tensor([6, 0, 3, 3, 1])
 
 
-def results(head: nn.Linear, hidden: Tensor, targets: Tensor, shape: LogitShape, plain: bool, **wanted: bool) -> Any:
+def results(
+    head: nn.Linear, hidden: Tensor, targets: Tensor, shape: LogitShape, plain: bool, wanted: tuple[str, ...]
+) -> Any:
     """Scores, and gradients of a weighted sum of them."""
     if plain:
         logits = shape.apply(head(hidden))
-        scores = score_logits(logits, targets, **wanted)
+        scores = score_logits(logits, targets, wanted)
     else:
-        scores = score_hidden(head, hidden, targets, shape, **wanted)
+        scores = score_hidden(head, hidden, targets, shape, wanted)
     loss = (scores.logprobs * torch.arange(1.0, 6.0)).sum()
     if scores.vocab_mean is not None:
         loss = loss + (scores.vocab_mean * torch.arange(5.0, 0.0, -1.0)).sum()
@@ -51,10 +53,11 @@ def test_equals_the_plain_head(
     """Values and gradients, of the weights too, in double precision; chunks that do not divide the tokens."""
     monkeypatch.setattr(head_module, "POSITIONS_PER_CHUNK", chunk)
     head, hidden, targets = setup(bias, trained)
-    wanted = {"entropy": True, "vocab_mean": vocab_mean}
-    expected, expected_gradients = results(head, hidden, targets, shape, plain=True, **wanted)
-    got, got_gradients = results(head, hidden, targets, shape, plain=False, **wanted)
-    for name in ("logprobs", "entropy", "vocab_mean"):
+    wanted = tuple(name for name in EXTRAS if vocab_mean or name != "vocab_mean")
+    expected, expected_gradients = results(head, hidden, targets, shape, plain=True, wanted=wanted)
+    got, got_gradients = results(head, hidden, targets, shape, plain=False, wanted=wanted)
+    assert (got.vocab_mean is not None) is vocab_mean
+    for name in ("logprobs", *EXTRAS):
         torch.testing.assert_close(getattr(got, name), getattr(expected, name), atol=1e-12, rtol=1e-12)
     for mine, theirs in zip(got_gradients, expected_gradients, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
@@ -63,9 +66,7 @@ def test_equals_the_plain_head(
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_gradcheck(shape: LogitShape) -> None:
     head, hidden, targets = setup(bias=True, trained=False)
-    assert torch.autograd.gradcheck(
-        lambda h: score_hidden(head, h, targets, shape, entropy=False, vocab_mean=False).logprobs, (hidden,)
-    )
+    assert torch.autograd.gradcheck(lambda h: score_hidden(head, h, targets, shape).logprobs, (hidden,))
 
 
 def test_by_hand() -> None:
@@ -73,12 +74,31 @@ def test_by_hand() -> None:
     head = nn.Linear(1, 2, bias=False, dtype=torch.float64).requires_grad_(False)
     head.weight.copy_(torch.tensor([[0.0], [3.0]]).clamp(min=1).log())
     hidden = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
-    scores = score_hidden(head, hidden, torch.tensor([1]), LogitShape(), entropy=True, vocab_mean=False)
+    scores = score_hidden(head, hidden, torch.tensor([1]), LogitShape(), ("entropy",))
     scores.logprobs.sum().backward()
     assert float(scores.logprobs) == pytest.approx(-0.2876821, abs=1e-6)
     assert float(hidden.grad) == pytest.approx(0.2746531, abs=1e-6)
     # -(1/4 ln 1/4 + 3/4 ln 3/4)
     assert float(scores.entropy) == pytest.approx(0.5623351, abs=1e-6)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_extras_by_hand(plain: bool) -> None:
+    """Two distributions: (3/4, 1/4) scored at its likelier token, (1/2, 1/2) where a tie is as good as the best."""
+    head = nn.Linear(1, 2, bias=False, dtype=torch.float64).requires_grad_(False)
+    head.weight.copy_(torch.tensor([[1.0], [0.0]]))
+    hidden = torch.tensor([[3.0], [3.0], [1.0]], dtype=torch.float64).log()
+    targets = torch.tensor([0, 1, 1])
+    scores = (
+        score_logits(head(hidden), targets, EXTRAS)
+        if plain
+        else score_hidden(head, hidden, targets, LogitShape(), EXTRAS)
+    )
+    assert scores.correct.tolist() == [1.0, 0.0, 1.0]
+    assert scores.greedy.tolist() == [0, 0, 0]
+    # 9/16 + 1/16, 1/4 + 1/4
+    assert scores.log_collision.exp().tolist() == pytest.approx([0.625, 0.625, 0.5])
+    assert scores.vocab_mean.exp().tolist() == pytest.approx([(3 / 16) ** 0.5, (3 / 16) ** 0.5, 0.5])
 
 
 def test_no_direction_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,12 +107,12 @@ def test_no_direction_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[bool] = []
     original = head_module.SavedDirection.apply
     monkeypatch.setattr(
-        head_module.SavedDirection, "apply", lambda *args: kept.append(args[-1]) or original(*args), raising=False
+        head_module.SavedDirection, "apply", lambda *args: kept.append(args[-2]) or original(*args), raising=False
     )
     with torch.no_grad():
-        score_hidden(head, hidden, targets, LogitShape(), entropy=False, vocab_mean=False)
-    score_hidden(head, hidden.detach(), targets, LogitShape(), entropy=False, vocab_mean=False)
-    score_hidden(head, hidden, targets, LogitShape(), entropy=False, vocab_mean=False)
+        score_hidden(head, hidden, targets, LogitShape())
+    score_hidden(head, hidden.detach(), targets, LogitShape())
+    score_hidden(head, hidden, targets, LogitShape())
     assert kept == [False, False, True]
 
 
@@ -108,14 +128,14 @@ def test_no_more_than_a_chunk_of_logits_is_saved(trained: bool, monkeypatch: pyt
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        score_hidden(head, hidden, targets, LogitShape(), entropy=True, vocab_mean=False)
+        score_hidden(head, hidden, targets, LogitShape(), ("entropy",))
     assert max(sizes) <= 2 * 4 if not trained else max(sizes) <= 5 * 4
 
 
 def test_half_precision_is_raised() -> None:
     """Logits of a bfloat16 head are turned into log-probabilities in float32."""
     head, hidden, targets = setup(bias=False, trained=False, dtype=torch.bfloat16)
-    scores = score_hidden(head, hidden, targets, LogitShape(), entropy=True, vocab_mean=False)
+    scores = score_hidden(head, hidden, targets, LogitShape(), ("entropy",))
     assert scores.logprobs.dtype == torch.float32
     expected = (hidden @ head.weight.t()).float().log_softmax(dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(scores.logprobs, expected, atol=1e-6, rtol=1e-6)

@@ -27,7 +27,7 @@ from hf_strategies.modeling import attention as attention_module
 from hf_strategies.modeling.attention import enable_stream
 from hf_strategies.modeling.critic import attach_critic
 from hf_strategies.modeling.forward import CheckedForward, Forward
-from hf_strategies.modeling.head import LogitShape
+from hf_strategies.modeling.head import EXTRAS, LogitShape
 from hf_strategies.modeling.policy import disable_dropout
 from hf_strategies.modeling.stream import Stream
 from hf_strategies.modeling.unwrap import causal_lm_of
@@ -258,10 +258,10 @@ def test_entropy_values_and_vocabulary_mean(temperature: float) -> None:
     mask = RAGGED.loss_mask.clone()
     mask[::2, ::2] = False
     batch = RAGGED.replace(loss_mask=mask)
-    wanted = {"entropy": True, "vocab_mean": True, "values": True}
+    wanted = {"wanted": EXTRAS, "values": True}
     expected = Forward(model, temperature)(model, batch, **wanted).policy
     got = Forward(model, temperature, stream=True, fused_head=True)(model, batch, **wanted).policy
-    for name in ("logprobs", "entropy", "vocab_mean_logprobs", "values"):
+    for name in ("logprobs", *EXTRAS, "values"):
         theirs = getattr(expected, name)
         assert float(theirs.detach()[mask].abs().max()) > 0.1
         torch.testing.assert_close(getattr(got, name)[mask], theirs[mask], atol=1e-4, rtol=1e-4)

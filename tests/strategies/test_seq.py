@@ -27,7 +27,7 @@ def test_every_token_but_the_first_trains() -> None:
 def test_label_smoothing_by_hand() -> None:
     # 0.75 * 2 + 0.25 * 4
     strategy = make_strategy("seq", label_smoothing=0.25)
-    policy = PolicyOutput(f64([[-2.0]]), vocab_mean_logprobs=f64([[-4.0]]))
+    policy = PolicyOutput(f64([[-2.0]]), vocab_mean=f64([[-4.0]]))
     loss, _ = strategy.loss(policy, batch_of(booleans([[1]])), torch.tensor(1.0))
     close(loss, 2.5)
 

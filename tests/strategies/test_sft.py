@@ -55,9 +55,9 @@ def test_loss_is_that_of_cross_entropy_over_logits(smoothing: float) -> None:
     mask = booleans([[1, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]])
     expected = F.cross_entropy(logits.flatten(0, 1), ids.masked_fill(~mask, -100).flatten(), label_smoothing=smoothing)
     strategy = make_strategy("sft", label_smoothing=smoothing)
-    vocab_mean = logits.log_softmax(-1).mean(-1) if strategy.needs_vocab_mean else None
+    vocab_mean = logits.log_softmax(-1).mean(-1) if "vocab_mean" in strategy.reads else None
     batch = batch_of(mask)
-    policy = PolicyOutput(f.token_logprobs(logits, ids), vocab_mean_logprobs=vocab_mean)
+    policy = PolicyOutput(f.token_logprobs(logits, ids), vocab_mean=vocab_mean)
     loss, _ = strategy.loss(policy, batch, strategy.count_items(batch))
     close(loss, expected.item())
     close(torch.autograd.grad(loss, logits)[0], torch.autograd.grad(expected, logits)[0])
@@ -67,7 +67,7 @@ def test_what_it_declares() -> None:
     strategy = make_strategy("sft")
     assert isinstance(strategy, SFT)
     assert declared(strategy) == {"dropout"}
-    assert declared(make_strategy("sft", label_smoothing=0.1)) == {"dropout", "needs_vocab_mean"}
+    assert declared(make_strategy("sft", label_smoothing=0.1)) == {"dropout", "vocab_mean"}
     assert strategy.min_group_size == 1
 
 
