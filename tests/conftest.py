@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,14 @@ from transformers import (
 )
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests and their processes leave in temporary folders goes where pytest cleans up."""
+    folder = tmp_path_factory.mktemp("scratch")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +-=:?.,\n"
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<end>", "<user>", "<assistant>"]

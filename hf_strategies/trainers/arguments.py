@@ -41,8 +41,8 @@ class StrategyArguments(Options, TrainingArguments):
     )
     attention_path: str = option(
         "auto",
-        "How rows go through the model: stream (every shared prompt once, no padding), padded (the plain rectangle), "
-        "auto (stream where the model allows it and the first batch agrees).",
+        "How rows go through the model: stream (every shared prompt once, no padding), padded (the plain rectangle, "
+        "and adapters as peft computes them), auto (stream where the model allows it and the first batch agrees).",
     )
     max_tokens_per_micro_batch: int | None = option(
         None,

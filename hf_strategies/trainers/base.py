@@ -21,6 +21,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from hf_strategies.data.formats import collate
 from hf_strategies.modeling.critic import attach_critic
 from hf_strategies.modeling.forward import CheckedForward
+from hf_strategies.modeling.fused_lora import fuse_adapters
 from hf_strategies.modeling.policy import (
     check_peft_config,
     check_sizes,
@@ -154,6 +155,8 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
             self.rollouts = make_rollouts(rollout_args, tokenizer, rewards)
 
         policy = load_policy(model, init_kwargs, peft_config)
+        if args.attention_path != "padded":
+            fuse_adapters(policy)
         if args.low_memory:
             check_low_memory(args, policy)
         if args.disable_dropout if args.disable_dropout is not None else not self.strategy.dropout:
@@ -163,7 +166,9 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
             attach_critic(causal_lm_of(policy))
         temperature = rollout_args.temperature if rollout_args else 1.0
         self.forward_pass = CheckedForward(policy, temperature, args.attention_path)
-        self.prepare = Preparation(self.strategy, self.forward_pass, reference, args.per_device_train_batch_size)
+        # Rollouts are larger than the micro-batches that are cut from them.
+        rows_per_pass = args.per_device_train_batch_size if self.rollouts else None
+        self.prepare = Preparation(self.strategy, self.forward_pass, reference, rows_per_pass)
 
         default_collator = collate_prompts if self.rollouts else partial(collate, pad_token_id=tokenizer.pad_token_id)
         super().__init__(

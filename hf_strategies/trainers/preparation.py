@@ -24,11 +24,11 @@ class Preparation:
         strategy: chooses rows and assigns credit.
         forward: scores rows.
         reference: the frozen policy, if the strategy needs one.
-        rows_per_pass: rows scored at a time; memory is that of a micro-batch.
+        rows_per_pass: rows scored at a time, in whole groups where they share a prompt; None: a batch at a time.
     """
 
     def __init__(
-        self, strategy: Strategy, forward: CheckedForward, reference: Reference | None, rows_per_pass: int
+        self, strategy: Strategy, forward: CheckedForward, reference: Reference | None, rows_per_pass: int | None
     ) -> None:
         self.strategy = strategy
         self.forward = forward
@@ -68,6 +68,15 @@ class Preparation:
             start += batch.num_rows
         return prepared, metrics.collected()
 
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """Rows that are scored together: a group that is parted would compute its prompt twice."""
+        if self.rows_per_pass is None:
+            return [batch]
+        wanted = -(-batch.num_rows // self.rows_per_pass)
+        if not self.forward.stream:
+            return batch.split(wanted)
+        return batch.split(min(wanted, len(batch.group.unique_consecutive())), keep_groups=True)
+
     def _reward_std(self, batch: Batch) -> Tensor:
         """Standard deviation of all rewards, those of other processes included, for each row; 0 for a single one."""
         assert batch.rewards is not None
@@ -83,7 +92,7 @@ class Preparation:
             return batch
         pinned = []
         with generating(model):
-            for part in batch.split(-(-batch.num_rows // self.rows_per_pass)):
+            for part in self._parts(batch):
                 if wants_old or wants_values:
                     policy = self.forward(model, part, values=wants_values).policy
                     part = part.replace(

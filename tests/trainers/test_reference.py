@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from hf_strategies.batch import Batch
+from hf_strategies.batch import Batch, Row
 from hf_strategies.modeling.reference import AdapterOff, FrozenAdapter, FrozenModel, Reference
 
 COMPARING = ("dpo", "online_dpo", "grpo", "online_grpo", "online_ppo")
@@ -48,6 +48,31 @@ def check_run(name: str, model: nn.Module, kind: type[Reference], expected: nn.M
     moved = (calls[-1][0] - calls[-1][1].ref_logprobs)[calls[-1][1].loss_mask].abs().max()
     assert moved > 1e-3
     return trainer
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo", "online_dpo", "online_grpo"])
+def test_the_reference_computes_every_prompt_once(name: str) -> None:
+    """Micro-batches smaller than a group do not part it: as many tokens as in the policy's own pass over all rows."""
+    options = {**OPTIONS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    trainer = build(name, policy("llama"), trainer=needs(name, "llama"), **options)
+    computed: list[int] = []
+    score = trainer.forward_pass.__class__.__call__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = score(self, *args, **kwargs)
+        computed.append(result.computed_tokens)
+        return result
+
+    batch = Batch.from_rows(
+        [Row([7, 8, 9], [10 + i, 11], reward=float(i), group=g) for g in range(2) for i in range(4)]
+    )
+    trainer.forward_pass.checked = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.forward_pass.__class__, "__call__", counting)
+        (prepared,), _ = trainer.prepare(trainer.model, [batch])
+    rows = prepared.num_rows
+    assert prepared.ref_logprobs is not None
+    assert sum(computed) == 2 * 3 + rows * 2
 
 
 def check_first_step(name: str, trainer: Any) -> None:
