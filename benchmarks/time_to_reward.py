@@ -1,7 +1,8 @@
 """How long either side takes to the same mean reward, on sums with ten solved examples in the prompt.
 
-python -m benchmarks.time_to_reward                 # both sides, then the comparison
-python -m benchmarks.time_to_reward --threshold 0.9 # another threshold, from the runs that are there
+python -m benchmarks.time_to_reward  # the sides that have no result yet, then the comparison
+
+A side runs until the mean reward of two steps in a row is at least `THRESHOLD` (of at most 1.3).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -62,9 +64,11 @@ class Curve(TrainerCallback):
         self._started = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Keep what was logged."""
+        """Keep what was logged; stop where the threshold is reached."""
         if "reward" in logs:
             self.points.append((time.perf_counter() - self._started, logs["reward"]))
+            print(f"{self.points[-1][0]:.1f} s: {self.points[-1][1]:.3f}", flush=True)
+            control.should_training_stop = reached(self.points) is not None
 
 
 def prompts() -> Dataset:
@@ -110,10 +114,10 @@ def run(side: str) -> dict[str, Any]:
     return {"side": side, "prompt_tokens": length, "points": curve.points}
 
 
-def reached(points: list[list[float]], threshold: float) -> float | None:
-    """Seconds until the mean reward of two steps in a row is at least ``threshold``."""
+def reached(points: Sequence[Sequence[float]]) -> float | None:
+    """Seconds until the mean reward of two steps in a row is at least the threshold."""
     for (_, before), (seconds, reward) in pairwise(points):
-        if (before + reward) / 2 >= threshold:
+        if (before + reward) / 2 >= THRESHOLD:
             return seconds
     return None
 
@@ -122,7 +126,6 @@ def main() -> None:
     """Run the sides that have no result yet, each in a process of its own, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--side", choices=SIDES, help="Run this side here and print its result.")
-    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="Mean reward to reach, at most 1.3.")
     options = parser.parse_args()
     if options.side:
         print("RESULT " + json.dumps(run(options.side)))
@@ -134,16 +137,17 @@ def main() -> None:
         path = folder / f"{side}.json"
         if not path.exists():
             command = [sys.executable, "-m", "benchmarks.time_to_reward", "--side", side]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            path.with_suffix(".log").write_text(done.stdout + done.stderr)
-            line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+            log = path.with_suffix(".log")
+            with log.open("w") as output:
+                subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+            line = next(line for line in log.read_text().splitlines() if line.startswith("RESULT "))
             path.write_text(line.removeprefix("RESULT "))
         result = json.loads(path.read_text())
-        times[side] = reached(result["points"], options.threshold)
+        times[side] = reached(result["points"])
         rewards = ", ".join(f"{reward:.2f}" for _, reward in result["points"])
         print(
             f"{side}: {result['prompt_tokens']} prompt tokens; {times[side]} s to a mean reward of "
-            f"{options.threshold}; {result['points'][-1][0]:.0f} s in all; rewards {rewards}"
+            f"{THRESHOLD}; {result['points'][-1][0]:.0f} s in all; rewards {rewards}"
         )
     trl, ours = times["trl"], times["ours"]
     if trl is not None and ours is not None:
