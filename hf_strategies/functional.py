@@ -8,7 +8,6 @@ gradient, so masked entries are replaced with ``where`` before any arithmetic in
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_strategies.stats import Extreme, Mean, Metrics
@@ -283,16 +282,3 @@ def aggregate(token_loss: Tensor, mask: Tensor, num_items: Tensor, how: str) -> 
     else:
         total = masked_sum(token_loss, mask)
     return total / num_items.to(device=total.device, dtype=total.dtype)
-
-
-# ---- preferences ----
-
-
-def dpo_margins(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
-    """Implicit reward ``beta * (log pi - log pi_ref)`` of each row (arXiv 2305.18290), [N] in nats."""
-    return beta * (policy - reference)
-
-
-def dpo_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """``-log sigmoid(r_chosen - r_rejected)`` of the implicit rewards of each pair, [N] (arXiv 2305.18290)."""
-    return -F.logsigmoid(chosen - rejected)

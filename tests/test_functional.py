@@ -318,17 +318,3 @@ def test_aggregation_names() -> None:
         f.count_items(torch.ones(1, 1, dtype=torch.bool), "mean", 1)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         f.aggregate(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), torch.tensor(1.0), "mean")
-
-
-# ---- preferences ----
-
-
-def test_dpo_by_hand() -> None:
-    margins = f.dpo_margins(f64([-1.0, -4.0]), f64([-3.0, -1.0]), 0.5)
-    close(margins, [1.0, -1.5])  # 0.5 * 2, 0.5 * -3
-    chosen = f64([0.0, LN3, -1000.0]).requires_grad_()
-    loss = f.dpo_loss(chosen, f64([0.0, 0.0, 0.0]))
-    # -log s(0) = ln 2; -log s(ln 3) = -log 3/4; a margin of -1000 costs 1000 and does not overflow.
-    close(loss, [LN2, math.log(4 / 3), 1000.0])
-    # The slope is s(margin) - 1.
-    close(gradient(chosen, loss), [-0.5, -0.25, -1.0])

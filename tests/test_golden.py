@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,6 @@ EXACT = {"atol": 1e-12, "rtol": 1e-10}
 
 # Entries whose subject does not exist yet, with the reason; everything else in the two files is covered below.
 LATER: tuple[tuple[str, str], ...] = (
-    *((f"dpo.{loss}", "a further loss of the preference family") for loss in (
-        "hinge", "ipo", "exo_pair_eps1e-3", "nca_pair", "cdpo_ls.1(not in TRL)", "bco_pair", "sppo_hard", "apo_zero",
-        "sigmoid|js", "sigmoid|alpha.5",
-    )),
     ("rloo_adv", "the leave-one-out advantage estimator"),
     ("grpo.seq_ratio", "ratios of whole sequences"),
     ("grpo.gspo_grpo_agg", "ratios of whole sequences"),
@@ -41,9 +38,18 @@ COVERED_TRL = (
     "grpo.dr_grpo",
     "k3",
     "gae",
-    "dpo.sigmoid",
-    "dpo.sigmoid_norm",
 )
+# Golden loss -> options that give it.
+DPO_LOSSES: dict[str, dict[str, Any]] = {
+    **{
+        name: {"loss_type": name}
+        for name in ("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "sigmoid_norm")
+    },
+    "exo_pair_eps1e-3": {"loss_type": "exo_pair", "label_smoothing": 1e-3},
+    "cdpo_ls.1(not in TRL)": {"label_smoothing": 0.1},
+    "sigmoid|js": {"f_divergence_type": "js_divergence"},
+    "sigmoid|alpha.5": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.5},
+}
 
 
 def rows_of(values: object) -> torch.Tensor:
@@ -75,8 +81,8 @@ def test_every_case_is_covered_or_listed() -> None:
 
 def test_every_entry_of_trl_is_covered_or_listed() -> None:
     golden = golden_trl()
-    entries = set(golden) - {"dpo", "grpo"}
-    entries |= {f"dpo.{loss}" for loss in golden["dpo"]["loss"]} | {f"grpo.{key}" for key in golden["grpo"]}
+    assert set(golden["dpo"]["loss"]) == set(DPO_LOSSES)
+    entries = set(golden) - {"dpo", "grpo"} | {f"grpo.{key}" for key in golden["grpo"]}
     assert entries - {"grpo.inputs"} == {*COVERED_TRL, *(entry for entry, _ in LATER)}
     assert not set(COVERED_TRL) & {entry for entry, _ in LATER}
 
@@ -479,7 +485,8 @@ def test_trl_k3_and_gae() -> None:
     same(returns[0], case["returns"])
 
 
-def test_trl_dpo() -> None:
+@pytest.mark.parametrize("golden_loss", DPO_LOSSES)
+def test_trl_dpo(golden_loss: str) -> None:
     case = golden_trl()["dpo"]
     i = case["inputs"]
     mask = torch.zeros(2, 8, dtype=torch.bool)
@@ -488,7 +495,10 @@ def test_trl_dpo() -> None:
     logprobs = torch.zeros(2, 8, dtype=torch.float64)
     logprobs[0, 0], logprobs[1, 0] = i["logratio_chosen"], i["logratio_rejected"]
     batch = batch_of(mask, torch.tensor([0, 0]), ref_logprobs=torch.zeros(2, 8, dtype=torch.float64))
-    for reduction, key in (("sum", "sigmoid"), ("mean", "sigmoid_norm")):
-        strategy = make_strategy("dpo", beta=i["beta"], reduction=reduction)
+    options = [DPO_LOSSES[golden_loss]]
+    if golden_loss == "sigmoid_norm":
+        options.append({"reduction": "mean"})
+    for each in options:
+        strategy = make_strategy("dpo", beta=i["beta"], **each)
         loss, _ = strategy.loss(PolicyOutput(logprobs=logprobs), batch, torch.tensor(1.0))
-        same(loss, case["loss"][key])
+        same(loss, case["loss"][golden_loss])

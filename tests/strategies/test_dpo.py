@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hf_strategies import Batch, PolicyOutput, make_strategy
 from hf_strategies.strategies import DPO, DPOOptions
+from hf_strategies.strategies.pairs import choose
 
 LN2, LN3 = math.log(2.0), math.log(3.0)
 
@@ -184,9 +186,147 @@ def test_what_it_declares() -> None:
         ("beta", [0.1, 0.2], "a number > 0.0"),
         ("reduction", "none", "'sum', 'mean'"),
         ("reduction", None, "'sum', 'mean'"),
+        ("f_divergence_type", "kl", "'reverse_kl', 'forward_kl', 'js_divergence', 'alpha_divergence'"),
+        ("f_alpha_divergence_coef", INF, "a number any finite number"),
+        ("discopop_tau", 0.0, "a number > 0.0"),
+        ("simpo_gamma", NAN, "a number any finite number"),
+        ("pair_selection", "worst", "'best_worst', 'best_random', 'all_pairs'"),
+        ("ld_alpha", 1.5, "a number >= 0.0 and <= 1.0"),
+        ("label_smoothing", 0.5, "a number >= 0.0 and < 0.5"),
     ],
 )
 def test_bad_options(name: str, value: object, allowed: str) -> None:
     message = re.escape(f"{name}={value!r}: allowed") + "( is| are) " + re.escape(allowed)
     with pytest.raises(ValueError, match=f"^{message}$"):
         DPOOptions(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "sigmoyd"}, r"loss_type=\['sigmoyd'\]: allowed are one or more of 'sigmoid', 'sigmoid_norm'"),
+        ({"loss_type": []}, r"loss_type=\[\]: allowed are one or more of"),
+        (
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]},
+            r"loss_weights=\[1.0\]: allowed is one number for each of loss_type=\['sigmoid', 'sft'\]",
+        ),
+        (
+            {"loss_type": "hinge", "label_smoothing": 0.1},
+            "label_smoothing=0.1: loss_type 'hinge' has none; allowed is 0, or one of 'sigmoid', 'sigmoid_norm', ",
+        ),
+        ({"loss_type": "exo_pair"}, "label_smoothing=0.0: loss_type 'exo_pair' needs a number > 0.0"),
+        (
+            {"loss_type": ["sigmoid", "apo_zero"], "f_divergence_type": "forward_kl"},
+            "f_divergence_type='forward_kl': loss_type 'apo_zero' knows reverse_kl alone; others are for 'sigmoid'",
+        ),
+        ({"loss_type": "aot", "use_weighting": True}, "use_weighting=True: loss_type 'aot' sorts its pairs"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        DPOOptions(**options)
+
+
+def test_several_losses_are_added_up() -> None:
+    """Margins 2 and -2, chosen averages -1.5 and -2: 0.5 * sigmoid + 2 * likelihood."""
+    batch, logprobs = pairs()
+    strategy = make_strategy("dpo", beta=0.5, loss_type=["sigmoid", "sft"], loss_weights=[0.5, 2.0])
+    loss, _ = strategy.loss(PolicyOutput(logprobs), batch, strategy.count_items(batch))
+    close(loss, (0.5 * (-math.log(sigmoid(2.0)) - math.log(sigmoid(-2.0))) + 2 * (1.5 + 2.0)) / 2)
+
+
+def test_without_a_reference() -> None:
+    """Rewards are those of the policy's log-probabilities; averages -1.5 and -3 | -2 and -1."""
+    batch, logprobs = pairs()
+    strategy = make_strategy("dpo", loss_type="simpo", beta=2.0, simpo_gamma=1.0)
+    assert not strategy.needs_reference
+    assert make_strategy("dpo", loss_type=["simpo", "sigmoid"]).needs_reference
+    batch = batch.replace(ref_logprobs=None)
+    loss, metrics = strategy.loss(PolicyOutput(logprobs), batch, strategy.count_items(batch))
+    close(loss, (-math.log(sigmoid(2 * 1.5 - 1)) - math.log(sigmoid(2 * -1.0 - 1))) / 2)
+    # Sums -3 and -2, -3 and -3.
+    assert number(metrics["rewards/chosen"]) == pytest.approx(2.0 * (-3.0 - 2.0) / 2)
+    assert number(metrics["rewards/margins"]) == pytest.approx(2.0 * (0.0 + 1.0) / 2)
+
+
+def test_tokens_beyond_the_shorter_completion() -> None:
+    """LD-DPO: lengths 2, 1 | 1, 3; the second token of row 0 and the second and third of row 3 count a quarter."""
+    batch, logprobs = pairs()
+    strategy = make_strategy("dpo", beta=0.5, ld_alpha=0.25)
+    loss, _ = strategy.loss(PolicyOutput(logprobs), batch, strategy.count_items(batch))
+    # Log-ratios 1 + 0.25, -2 | -1, 1 + 0.5.
+    m, w = 0.5 * 3.25, 0.5 * -2.5
+    close(loss, (-math.log(sigmoid(m)) - math.log(sigmoid(w))) / 2)
+    a, b = 0.25 * sigmoid(-m), 0.25 * sigmoid(-w)
+    close(
+        torch.autograd.grad(loss, logprobs)[0],
+        [[-a, -a / 4, 0.0, 0.0], [a, 0.0, 0.0, 0.0], [-b, 0.0, 0.0, 0.0], [b, b / 4, 0.0, b / 4]],
+    )
+    for whole in (None, 1.0):
+        plain = make_strategy("dpo", beta=0.5, ld_alpha=whole)
+        close(
+            plain.loss(PolicyOutput(logprobs), batch, torch.tensor(2.0))[0],
+            (-math.log(sigmoid(2.0)) - math.log(sigmoid(-2.0))) / 2,
+        )
+
+
+def test_weighted_by_how_likely_the_policy_writes_it() -> None:
+    """WPO: exp of the mean of log p - log sum p^2 of both rows; the weight has no gradient."""
+    batch, logprobs = pairs()
+    strategy = make_strategy("dpo", beta=0.5, use_weighting=True)
+    # Of row 0: mean(-2 + 2.5, -1 + 1.5) = 0.5; of row 1: -3 + 2 = -1 | -2 + 2 = 0; mean(-1, -1, -1) + 1.5 = 0.5.
+    collision = f64([[-2.5, -1.5, NAN, NAN], [-2.0, NAN, NAN, NAN], [-2.0, NAN, NAN, NAN], [-1.5, -1.5, NAN, -1.5]])
+    policy = PolicyOutput(logprobs, log_collision=collision)
+    loss, _ = strategy.loss(policy, batch, strategy.count_items(batch))
+    first, second = math.exp(0.5 - 1.0), math.exp(0.0 + 0.5)
+    close(loss, (-first * math.log(sigmoid(2.0)) - second * math.log(sigmoid(-2.0))) / 2)
+    a, b = first * 0.25 * sigmoid(-2.0), second * 0.25 * sigmoid(2.0)
+    close(
+        torch.autograd.grad(loss, logprobs)[0],
+        [[-a, -a, 0.0, 0.0], [a, 0.0, 0.0, 0.0], [-b, 0.0, 0.0, 0.0], [b, b, 0.0, b]],
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "chosen"),
+    [
+        ([1.0, 0.0], [(0, 1)]),
+        ([0.0, 2.0, 1.0], [(1, 0), (1, 2), (2, 0)]),
+        ([1.0, 0.0, 1.0], [(0, 1), (2, 1)]),
+        ([1.0, 1.0], []),
+        ([1.0], []),
+        ([], []),
+    ],
+)
+def test_all_pairs(rewards: list[float], chosen: list[tuple[int, int]]) -> None:
+    assert choose(rewards, "all_pairs") == chosen
+
+
+def test_rows_of_all_pairs() -> None:
+    """Rows come as often as they are in a pair; unscorable ones and those that train nothing in none."""
+    mask = [[1, 1], [1, 0], [1, 1], [0, 0]]
+    selected, metrics = make_strategy("online_dpo", pair_selection="all_pairs").select(
+        group_of([2.0, 1.0, NAN, 0.0], mask)
+    )
+    assert first_ids(selected) == [0, 1]
+    assert number(metrics["rows_dropped/empty_side"]) == 2.0
+    selected, _ = make_strategy("online_dpo", pair_selection="all_pairs").select(group_of([2.0, 1.0, 0.0]))
+    assert first_ids(selected) == [0, 1, 0, 2, 1, 2]
+    assert selected.group.tolist() == [0] * 6
+
+
+def test_best_and_a_random_one() -> None:
+    """The partner is any of the worse ones, decided by what the group says and by nothing else."""
+    assert [choose([1.0, 3.0, 2.0, 3.0], "best_random", draw) for draw in (0, 1, 2)] == [[(1, 0)], [(1, 2)], [(1, 0)]]
+    strategy = make_strategy("online_dpo", pair_selection="best_random")
+    partners = set()
+    for first in range(1, 40):
+        batch = group_of([1.0, 0.0, 0.5])
+        ids = batch.completion_ids + first * 100
+        selected, _ = strategy.select(batch.replace(completion_ids=ids))
+        moved = Batch.cat([batch.blank(), batch.replace(completion_ids=ids)])
+        assert torch.equal(strategy.select(moved)[0].completion_ids, selected.completion_ids)
+        best, partner = [(i - first * 100 - 1) // 2 for i in selected.completion_ids[:, 0].tolist()]
+        assert best == 0
+        partners.add(partner)
+    assert partners == {1, 2}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_strategies import Batch, Strategy, make_strategy
 from hf_strategies.batch import TOKEN_FIELDS
+from hf_strategies.preference import LOSSES
 from hf_strategies.stats import Extreme
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,6 +27,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"beta": 0.3}),
     "dpo mean": ("dpo", {"beta": 0.3, "reduction": "mean"}),
     "online_dpo": ("online_dpo", {"beta": 0.3}),
+    **{
+        f"dpo {name}": ("dpo", {"loss_type": name, "beta": 0.3, "label_smoothing": 0.1 if loss.smooths else 0.0})
+        for name, loss in LOSSES.items()
+        if not loss.sorts  # over all pairs of a micro-batch
+    },
+    "dpo several": ("dpo", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}),
+    "dpo diverging": ("dpo", {"f_divergence_type": "forward_kl"}),
+    "dpo by length": ("dpo", {"ld_alpha": 0.3, "beta": 0.3}),
+    "dpo all pairs": ("online_dpo", {"pair_selection": "all_pairs", "beta": 0.3}),
     **{
         f"grpo {how} beta={beta} high={high}": (
             "grpo",

@@ -63,7 +63,20 @@ def test_names_make_strategies_with_their_options(name: str) -> None:
 UNCORRECTED = {"sampler_correction": "auto", "sampler_correction_min": None, "sampler_correction_max": None}
 DEFAULTS = {
     "sft": {"label_smoothing": 0.0},
-    "dpo": {"beta": 0.1, "reduction": "sum"},
+    "dpo": {
+        "loss_type": ["sigmoid"],
+        "loss_weights": None,
+        "beta": 0.1,
+        "reduction": "sum",
+        "label_smoothing": 0.0,
+        "f_divergence_type": "reverse_kl",
+        "f_alpha_divergence_coef": 0.5,
+        "ld_alpha": None,
+        "use_weighting": False,
+        "discopop_tau": 0.05,
+        "simpo_gamma": 0.5,
+        "pair_selection": "best_worst",
+    },
     "grpo": {
         "beta": 0.0,
         "epsilon": 0.2,
@@ -107,7 +120,7 @@ def test_unknown_name(name: str, hint: str) -> None:
 
 @pytest.mark.parametrize(("option", "hint"), [("bete", ", did you mean 'beta'?"), ("temperature", "")])
 def test_unknown_option(option: str, hint: str) -> None:
-    message = f"strategy 'dpo' has no option {option!r}{hint} (known: beta, reduction)"
+    message = f"strategy 'dpo' has no option {option!r}{hint} (known: {', '.join(DEFAULTS['dpo'])})"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make_strategy("dpo", **{option: 1.0})
 
