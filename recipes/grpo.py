@@ -11,8 +11,8 @@ The loss is in hf_strategies/strategies/grpo.py.
 from __future__ import annotations
 
 from hf_strategies import GRPOConfig, GRPOTrainer
-from hf_strategies.cli import DataArguments, ModelArguments
-from hf_strategies.recipe import RewardArguments, online_task, parse_recipe, policy_name, train_and_report
+from hf_strategies.cli import DataArguments, ModelArguments, RewardArguments
+from hf_strategies.recipe import online_task, parse_recipe, train_and_report
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     )
     task = online_task(data, rewards, args.seed)
     trainer = GRPOTrainer(
-        policy_name(model),
+        model.policy,
         reward_funcs=task.rewards,
         args=args,
         train_dataset=task.train,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from hf_strategies import GRPOConfig, GRPOTrainer
 from hf_strategies.cli import DataArguments, ModelArguments
 from hf_strategies.data.demo import demo_groups
-from hf_strategies.recipe import offline_task, parse_recipe, policy_name, train_and_report
+from hf_strategies.recipe import offline_task, parse_recipe, train_and_report
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     data, model, args = parse_recipe(__file__, __doc__, DataArguments, ModelArguments, GRPOConfig)
     task = offline_task(data, args.seed, embedded=demo_groups)
     trainer = GRPOTrainer(
-        policy_name(model),
+        model.policy,
         args=args,
         train_dataset=task.train,
         eval_dataset=task.heldout,

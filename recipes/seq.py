@@ -12,7 +12,7 @@ from __future__ import annotations
 from hf_strategies import SeqConfig, SeqTrainer
 from hf_strategies.cli import DataArguments, ModelArguments
 from hf_strategies.data.demo import demo_documents
-from hf_strategies.recipe import offline_task, parse_recipe, policy_name, train_and_report
+from hf_strategies.recipe import offline_task, parse_recipe, train_and_report
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     data, model, args = parse_recipe(__file__, __doc__, DataArguments, ModelArguments, SeqConfig)
     task = offline_task(data, args.seed, embedded=demo_documents)
     trainer = SeqTrainer(
-        policy_name(model),
+        model.policy,
         args=args,
         train_dataset=task.train,
         eval_dataset=task.heldout,

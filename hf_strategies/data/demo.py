@@ -16,6 +16,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from hf_strategies.data.mixtures import Rows
 from hf_strategies.data.reasoning import (
     AccuracyReward,
     create_task,
@@ -40,7 +41,7 @@ class Task:
 
     Attributes:
         name: for messages.
-        train: rows to train on.
+        train: rows to train on, in memory or a stream.
         heldout: the same for evaluation, or None.
         problems: prompts with reward columns that are sampled and scored before and after; for an online task these
             are ``heldout``. None: nothing is sampled.
@@ -49,7 +50,7 @@ class Task:
     """
 
     name: str
-    train: Dataset
+    train: Rows
     heldout: Dataset | None
     problems: Dataset | None = None
     rewards: list[Any] = field(default_factory=list)

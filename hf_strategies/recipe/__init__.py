@@ -2,14 +2,12 @@
 
 from hf_strategies.recipe.heldout import held_out_report
 from hf_strategies.recipe.run import parse_recipe, train_and_report
-from hf_strategies.recipe.tasks import RewardArguments, offline_task, online_task, policy_name
+from hf_strategies.recipe.tasks import offline_task, online_task
 
 __all__ = [
-    "RewardArguments",
     "held_out_report",
     "offline_task",
     "online_task",
     "parse_recipe",
-    "policy_name",
     "train_and_report",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
+from datasets import IterableDataset
 from rich.console import Console
 from scipy.stats import binomtest, sem, t
 
@@ -150,7 +151,8 @@ def held_out_report(trainer: StrategyTrainer, task: Task, examples: int = 6) -> 
     console = Console(soft_wrap=True)
     chief = trainer.is_world_process_zero()
     if chief:
-        console.print(f"Task: {task.name}; {len(task.train)} training and {len(task.heldout)} held-out rows.")
+        rows = "streamed" if isinstance(task.train, IterableDataset) else str(len(task.train))
+        console.print(f"Task: {task.name}; {rows} training and {len(task.heldout)} held-out rows.")
         console.print("Measuring the held-out rows before training ...")
     before = measure(trainer, task)
     if chief:

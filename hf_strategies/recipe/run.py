@@ -32,7 +32,7 @@ def parse_recipe(script: str, description: str | None, *dataclass_types: type) -
     parser = StrategyParser(
         dataclass_types,
         default_config=path.parent / "configs" / f"{path.stem}.yaml",
-        unless_given=("--dataset_name", "--model_name_or_path"),
+        unless_given=("--dataset_name", "--datasets", "--model_name_or_path"),
         description=description,
     )
     return parser.parse()

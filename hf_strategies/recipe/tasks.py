@@ -6,37 +6,18 @@ import difflib
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-from hf_strategies.cli import DataArguments, ModelArguments, load_rows
+from hf_strategies.cli import RewardArguments
 from hf_strategies.data.demo import Task, demo_task
-from hf_strategies.data.reasoning import PREFIX, AccuracyReward, format_reward, load_reasoning_gym
-from hf_strategies.modeling.embedded import embedded_model_path
-from hf_strategies.options import Options, option
+from hf_strategies.data.reasoning import PREFIX, AccuracyReward, format_reward
+from hf_strategies.data.sources import DataArguments, load_rows
 
 BUILT_IN = {"accuracy": AccuracyReward(), "format": format_reward}
-# Held-out problems of a generated task come from another seed than any training seed in use.
-HELD_OUT_SEED = 2_000_000_011
-
-
-@dataclass
-class RewardArguments(Options):
-    """Which rewards."""
-
-    reward_funcs: list[str] | None = option(
-        None,
-        "Rewards: accuracy, format (both for reasoning_gym tasks), module.function of your own, or the id of a "
-        "sequence-classification model; unset: accuracy and format.",
-    )
-
-
-def policy_name(model: ModelArguments) -> str:
-    """Id or path of the policy; the embedded model when none is named."""
-    return model.model_name_or_path or str(embedded_model_path())
 
 
 def online_task(data: DataArguments, rewards: RewardArguments, seed: int) -> Task:
@@ -46,24 +27,15 @@ def online_task(data: DataArguments, rewards: RewardArguments, seed: int) -> Tas
         ValueError: a dataset without rewards, or a reward that cannot be imported.
     """
     functions = [_reward(name) for name in rewards.reward_funcs] if rewards.reward_funcs else None
-    if data.dataset_name is None:
+    if data.is_embedded:
         task = held_out(demo_task(seed), data.held_out_rows)
-    elif data.dataset_name.startswith(PREFIX):
-        train = load_reasoning_gym(data.dataset_name, data.task_size, seed)
-        heldout = (
-            load_reasoning_gym(data.dataset_name, data.held_out_rows, HELD_OUT_SEED) if data.held_out_rows else None
-        )
-        task = Task(data.dataset_name, train, heldout, heldout, [AccuracyReward(), format_reward])
-    else:
-        if functions is None:
-            raise ValueError(
-                f"dataset_name={data.dataset_name!r} needs reward_funcs: nothing says what a good answer is"
-            )
-        train, heldout = load_rows(data, seed)
-        task = Task(data.dataset_name, train, heldout, heldout, functions)
-    if functions is not None:
-        task.rewards = functions
-    return task
+        return replace(task, rewards=functions) if functions else task
+    if functions is None:
+        if any(not path.startswith(PREFIX) for path in data.paths):
+            raise ValueError(f"{data.label} needs reward_funcs: nothing says what a good answer is")
+        functions = [AccuracyReward(), format_reward]
+    train, heldout = load_rows(data, seed)
+    return Task(data.label, train, heldout, heldout, functions)
 
 
 def offline_task(data: DataArguments, seed: int, embedded: Callable[[int], Task]) -> Task:
@@ -77,14 +49,16 @@ def offline_task(data: DataArguments, seed: int, embedded: Callable[[int], Task]
     Raises:
         ValueError: a task of prompts alone, or a split that does not exist.
     """
-    if data.dataset_name is None:
+    if data.is_embedded:
         return held_out(embedded(seed), data.held_out_rows)
-    if data.dataset_name.startswith(PREFIX):
-        raise ValueError(
-            f"dataset_name={data.dataset_name!r} holds prompts without answers to train on: allowed are a Hub id or a "
-            "local file"
-        )
-    return Task(data.dataset_name, *load_rows(data, seed))
+    for path in data.paths:
+        if path.startswith(PREFIX):
+            field = "path" if data.datasets else "dataset_name"
+            raise ValueError(
+                f"{field}={path!r} holds prompts without answers to train on: allowed are a Hub id, a local file or a "
+                "folder"
+            )
+    return Task(data.label, *load_rows(data, seed))
 
 
 def held_out(task: Task, count: int) -> Task:

@@ -1,0 +1,7 @@
+"""Command line: flags with YAML files, what they describe, and the commands of ``hf-strategies``."""
+
+from hf_strategies.cli.arguments import ModelArguments, RewardArguments
+from hf_strategies.cli.parser import StrategyParser
+from hf_strategies.data.sources import DataArguments
+
+__all__ = ["DataArguments", "ModelArguments", "RewardArguments", "StrategyParser"]
