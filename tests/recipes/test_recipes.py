@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from hf_strategies import GRPOConfig, SFTTrainer
-from hf_strategies.cli import DataArguments, ModelArguments, load_rows
+from hf_strategies.cli import DataArguments, ModelArguments, RewardArguments
 from hf_strategies.data.demo import (
     demo_documents,
     demo_groups,
@@ -25,7 +25,7 @@ from hf_strategies.data.demo import (
     divided_numbers,
 )
 from hf_strategies.data.reasoning import strict_answer
-from hf_strategies.recipe import RewardArguments, online_task, parse_recipe
+from hf_strategies.recipe import online_task, parse_recipe
 from hf_strategies.recipe.heldout import HeldOut
 from hf_strategies.recipe.tasks import held_out
 
@@ -139,11 +139,6 @@ def test_held_out_rows_of_the_embedded_data(count: int) -> None:
     else:
         assert part.heldout["prompt"] == whole.heldout["prompt"][:count]
         assert part.problems["prompt"] == whole.problems["prompt"][:count]
-
-
-def test_a_file_that_is_not_there_is_no_hub_id() -> None:
-    with pytest.raises(ValueError, match=r"dataset_name='none\.jsonl': no such file"):
-        load_rows(DataArguments(dataset_name="none.jsonl"), 0)
 
 
 def test_interval_is_of_problems() -> None:

@@ -1,14 +1,13 @@
-"""Flags, YAML files and dataset names as a user may get them wrong: refused by name, before a model is loaded."""
+"""Flags and YAML files as a user may get them wrong: refused by name, before a model is loaded."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from hf_strategies import GRPOConfig, SFTConfig
-from hf_strategies.cli import DataArguments, ModelArguments, StrategyParser, load_rows
+from hf_strategies.cli import DataArguments, ModelArguments, StrategyParser
 
 
 def parse(*arguments: str, config: type = SFTConfig) -> tuple:
@@ -33,8 +32,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, config: type = 
         (("--lora_dropout", "1"), "lora_dropout=1.0: allowed is a number >= 0.0 and < 1.0"),
         (("--lora_target_modules", "q_proj,"), "lora_target_modules='q_proj,': allowed are all-linear, or names"),
         (("--model_name_or_path", ""), "model_name_or_path='': allowed is a Hub id or a path"),
-        (("--dataset_name", " "), "dataset_name=' ': allowed is a Hub id, a file or reasoning_gym:<task>"),
+        (
+            ("--dataset_name", " "),
+            "dataset_name=' ': allowed is a Hub id, a local file or folder, or reasoning_gym:<task>",
+        ),
         (("--dataset_test_split", "train"), "dataset_test_split='train' is dataset_train_split too"),
+        (("--datasets", "a", " "), "argument --datasets: invalid DatasetConfig value: ' '"),
+        (("--datasets", "a", "--dataset_name", "b"), "dataset_name='b' beside datasets: allowed is one of the two"),
     ],
 )
 def test_flags(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,27 +74,16 @@ def test_yaml_that_fits(tmp_path: Path) -> None:
     assert (args.learning_rate, args.max_steps, args.scale_rewards, args.stop_strings) == (1e-5, 3, "none", ["é"])
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("absent.jsonl", None, "no such file"),
-        ("empty.jsonl", "", "the file is empty"),
-        ("broken.jsonl", '{"prompt": "a"\nxx', "cannot be read: "),
-        ("rows.xlsx", "x", "allowed are files that end in .json, .jsonl, .parquet, .csv, .txt"),
-    ],
-)
-def test_files_that_cannot_be_read(name: str, content: str | None, message: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(ValueError, match=f"dataset_name='.*{name}'.* ?{message}"):
-        load_rows(DataArguments(dataset_name=str(path)), seed=0)
-
-
-def test_a_file_has_no_configurations(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"text": str(i)}) for i in range(4)))
-    with pytest.raises(ValueError, match="dataset_config='x': a local file has no configurations"):
-        load_rows(DataArguments(dataset_name=str(path), dataset_config="x"), seed=0)
-    train, held_out = load_rows(DataArguments(dataset_name=str(path), held_out_rows=1), seed=0)
-    assert (len(train), len(held_out)) == (3, 1)
+def test_a_mixture_in_yaml_and_by_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In YAML with its options, as a flag by paths alone."""
+    file = tmp_path / "my.yaml"
+    file.write_text("datasets:\n- {path: a.jsonl, fraction: 0.7, columns: [text]}\n- {path: me/b, fraction: 0.3}\n")
+    data, *_ = parse("--config", str(file))
+    assert [(source.path, source.fraction, source.columns) for source in data.datasets] == [
+        ("a.jsonl", 0.7, ["text"]),
+        ("me/b", 0.3, None),
+    ]
+    data, *_ = parse("--datasets", "a.jsonl", "b.jsonl")
+    assert [source.path for source in data.datasets] == data.paths == ["a.jsonl", "b.jsonl"]
+    file.write_text("datasets: [{path: a, weight: 1}]")
+    assert "datasets[0] has no option 'weight'" in refused(capsys, "--config", str(file))
