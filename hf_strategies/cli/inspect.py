@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -58,7 +58,8 @@ def inspect(argv: Sequence[str]) -> None:
         ValueError: what training would refuse, too.
     """
     shown, data, model, args, online = _parse(argv)
-    rows, _ = load_rows(data, args.seed)
+    # What training would hold out is looked at, too.
+    rows, _ = load_rows(replace(data, held_out_rows=0), args.seed)
     rows = _first_examples(rows, shown.max_examples)
     init_kwargs = args.from_pretrained_kwargs
     config = read_config(model.policy, init_kwargs)

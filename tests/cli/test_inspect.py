@@ -34,10 +34,8 @@ def look(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     def run(strategy: str, rows: list[dict[str, Any]], *flags: str) -> list[str]:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        main(
-            ["inspect", "--strategy", strategy, "--model_name_or_path", model, "--dataset_name", str(path)]
-            + ["--held_out_rows", "0", "--use_cpu", *flags]
-        )
+        named = ["--strategy", strategy, "--model_name_or_path", model, "--dataset_name", str(path)]
+        main(["inspect", *named, "--use_cpu", *flags])
         return capsys.readouterr().out.splitlines()
 
     return run
@@ -194,7 +192,7 @@ def test_as_a_module_in_an_ascii_terminal(model: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("ab\n")
     command = [sys.executable, "-m", "hf_strategies.cli", "inspect", "--strategy", "sft", "--use_cpu"]
-    command += ["--model_name_or_path", model, "--dataset_name", str(path), "--held_out_rows", "0"]
+    command += ["--model_name_or_path", model, "--dataset_name", str(path)]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, capture_output=True, text=True
     )

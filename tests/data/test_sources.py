@@ -177,7 +177,7 @@ def test_generated_problems() -> None:
     train, held_out = load("reasoning_gym:gcd", task_size=5, held_out_rows=3)
     assert (len(train), len(held_out)) == (5, 3)
     assert set(train["task"]) == {"gcd"}
-    with pytest.raises(ValueError, match="dataset_name='reasoning_gym:gdc': .* near: gcd"):
+    with pytest.raises(ValueError, match=r"dataset_name='reasoning_gym:gdc': .* near: gcd"):
         load("reasoning_gym:gdc")
 
 

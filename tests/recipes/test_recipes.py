@@ -14,7 +14,7 @@ from conftest import make_model, make_tokenizer
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from hf_strategies import GRPOConfig, SFTTrainer
+from hf_strategies import GRPOConfig, SeqConfig, SFTConfig, SFTTrainer
 from hf_strategies.cli import DataArguments, ModelArguments, RewardArguments
 from hf_strategies.data.demo import (
     demo_documents,
@@ -115,6 +115,69 @@ def test_own_file_with_its_columns(
     assert result["optimizer_steps"] == 2
     assert result["loss_before"] == pytest.approx(0.6931)
     assert "held_out_before" not in result
+
+
+def test_mixture_from_yaml(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shares 3 to 1 of 8 and 8 rows: 8 and round(2.67) = 3, of which 3 are held out: 8 train, in 4 steps of 2."""
+    for name in "ab":
+        lines = [json.dumps({"prompt": f"say {name}", "completion": str(i)}) for i in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    sources = [{"path": str(tmp_path / f"{name}.jsonl"), "fraction": share} for name, share in (("a", 3), ("b", 1))]
+    config = tmp_path / "my.yaml"
+    config.write_text(yaml.safe_dump({"datasets": sources, "held_out_rows": 3, "num_train_epochs": 1}))
+    run(
+        "sft",
+        monkeypatch,
+        config=config,
+        model_name_or_path=tiny,
+        per_device_train_batch_size=2,
+        output_dir=tmp_path / "out",
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+    )
+    output = capsys.readouterr().out.strip()
+    assert f"Task: {tmp_path / 'a.jsonl'} + {tmp_path / 'b.jsonl'}; 8 training and 3 held-out rows." in output
+    assert json.loads(output.splitlines()[-1])["optimizer_steps"] == 4
+
+
+@pytest.mark.parametrize(("name", "config"), [("sft_chat", SFTConfig), ("seq_mixture", SeqConfig)])
+def test_yaml_for_data_of_your_own(name: str, config: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option exists and has a value that is allowed."""
+    monkeypatch.setattr(sys, "argv", ["recipe", "--config", str(RECIPES / "configs" / f"{name}.yaml"), "--use_cpu"])
+    data, _, args = parse_recipe(str(RECIPES / "sft.py"), None, DataArguments, ModelArguments, config)
+    assert not data.is_embedded
+    assert args.output_dir == f"runs/{name}"
+
+
+def test_a_file_of_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as asked for, in turns that follow each other; equal seeds write equal files; no topic occurs twice."""
+    files = []
+    for name, seed in (("one", 3), ("same", 3), ("other", 4)):
+        files.append(tmp_path / f"{name}.jsonl")
+        arguments = ["chat_data.py", "--out", str(files[-1]), "--rows", "60", "--seed", str(seed)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        runpy.run_path(str(RECIPES / "chat_data.py"), run_name="__main__")
+    one, same, other = (file.read_text() for file in files)
+    assert one == same != other
+    rows = [json.loads(line) for line in one.splitlines()]
+    assert [row["source"] for row in rows].count("python") == 30
+    first = []
+    for row in rows:
+        roles = [message["role"] for message in row["messages"]]
+        turns = [role for role in roles if role != "system"]
+        assert roles[:-1].count("system") + len(turns) == len(roles)
+        assert turns == ["user", "assistant"] * (len(turns) // 2)
+        assert all(message["content"].strip() for message in row["messages"])
+        answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        if row["source"] == "python":
+            first.append(answers[0])
+        else:
+            assert all(strict_answer(answer) for answer in answers)
+    assert len(set(first)) == 30
+    assert {len(row["messages"]) for row in rows} >= {2, 3, 5, 7}
 
 
 def test_problems_are_no_answers_to_train_on(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
