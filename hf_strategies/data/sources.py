@@ -336,5 +336,5 @@ def _dataset_config(where: str, given: Any) -> DatasetConfig:
 
 
 def _require_columns(name: str, columns: Sequence[str] | None) -> None:
-    if columns is not None and (not columns or len(set(columns)) < len(columns)):
+    if isinstance(columns, list) and (not columns or len(set(columns)) < len(columns)):
         raise ValueError(f"{name}={columns!r}: allowed is a list of different names, not empty")

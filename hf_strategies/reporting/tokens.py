@@ -39,7 +39,8 @@ class Token:
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Text of every token where it stands, so that the texts joined are the text of all.
 
-    A character that several tokens share is the text of the first of them; the others are `CONTINUED`.
+    A character that several tokens share is the text of the first of them; the others are `CONTINUED`. Bytes that make
+    no character are the `REPLACEMENT` for one.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -49,22 +50,23 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     def decode(part: Sequence[int]) -> str:
         return str(tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def text_of(start: int, count: int) -> str:
+        # The token before goes along: some tokenizers drop the space that a text begins with.
+        context, part = ids[max(start - 1, 0) : start], ids[start : start + count]
+        before, whole = decode(context), decode([*context, *part])
+        return whole[len(before) :] if whole.startswith(before) else decode(part)
+
     texts: list[str] = []
     while (start := len(texts)) < len(ids):
-        # The token before it goes along: some tokenizers drop the space that a text begins with.
-        context = ids[max(start - 1, 0) : start]
-        before = decode(context)
-        for count in range(1, MOST_TOKENS_OF_A_CHARACTER + 1):
-            whole = decode([*context, *ids[start : start + count]])
-            if start + count >= len(ids) or not whole.endswith(REPLACEMENT):
-                break
-        else:
-            # No character came of it: the bytes are no UTF-8, whatever stands after them.
-            count = 1
-            whole = decode([*context, ids[start]])
-        text = whole[len(before) :] if whole.startswith(before) else decode(ids[start : start + count])
-        texts.append(text or str(tokenizer.convert_ids_to_tokens(ids[start])))
-        texts.extend([CONTINUED] * (min(count, len(ids) - start) - 1))
+        text, count = text_of(start, 1), 1
+        if text.endswith(REPLACEMENT) or not text:
+            for longer in range(2, min(MOST_TOKENS_OF_A_CHARACTER, len(ids) - start) + 1):
+                character = text_of(start, longer)
+                if character and REPLACEMENT not in character:
+                    text, count = character, longer
+                    break
+        texts.append(text or REPLACEMENT)
+        texts.extend([CONTINUED] * (count - 1))
     return texts
 
 

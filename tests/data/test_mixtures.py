@@ -76,7 +76,7 @@ def test_columns_and_splits_are_of_each_dataset(a: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a mixture needs the same columns in all.*\[0\] .* has text; .* text, note"):
         mixture({"path": a}, {"path": noted})
     assert mixture({"path": a, "split": "train[:1]"}, {"path": noted, "columns": ["text"]}) == ["a0", "n0"]
-    assert mixture({"path": "json", "data_files": str(tmp_path / "[an]*.jsonl"), "columns": ["text"]})[-1] == "n0"
+    assert mixture({"path": "json", "data_files": str(tmp_path / "n*.jsonl"), "columns": ["text"]}) == ["n0"]
 
 
 def test_columns_of_different_types(a: str, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_held_out_rows_are_no_training_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", "abcdef")
     train, held_out = load(path, held_out_rows=2)
     assert len(held_out) == 2
-    assert sorted(train["text"] + held_out["text"]) == list("abcdef")
+    assert sorted([*train["text"], *held_out["text"]]) == list("abcdef")
     with pytest.raises(ValueError, match="held_out_rows=6: allowed is less than the dataset's 6 rows"):
         load(path, held_out_rows=6)
 
