@@ -2,6 +2,6 @@
 
 from hf_strategies.cli.arguments import ModelArguments, RewardArguments
 from hf_strategies.cli.parser import StrategyParser
-from hf_strategies.data.sources import DataArguments
+from hf_strategies.data.arguments import DataArguments
 
 __all__ = ["DataArguments", "ModelArguments", "RewardArguments", "StrategyParser"]

@@ -15,7 +15,8 @@ from rich.text import Text
 from hf_strategies.batch import Row
 from hf_strategies.cli.arguments import ModelArguments, RewardArguments
 from hf_strategies.cli.parser import StrategyParser
-from hf_strategies.data.sources import DataArguments, load_rows
+from hf_strategies.data.arguments import DataArguments
+from hf_strategies.data.sources import load_rows
 from hf_strategies.modeling.policy import check_sizes, load_tokenizer, read_config
 from hf_strategies.options import Options, option
 from hf_strategies.reporting.tokens import LEGEND, histogram, token_lines, tokens_of

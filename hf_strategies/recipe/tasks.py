@@ -13,9 +13,10 @@ from typing import Any
 from datasets import Dataset
 
 from hf_strategies.cli import RewardArguments
+from hf_strategies.data.arguments import DataArguments
 from hf_strategies.data.demo import Task, demo_task
 from hf_strategies.data.reasoning import PREFIX, AccuracyReward, format_reward
-from hf_strategies.data.sources import DataArguments, load_rows
+from hf_strategies.data.sources import load_rows
 
 BUILT_IN = {"accuracy": AccuracyReward(), "format": format_reward}
 

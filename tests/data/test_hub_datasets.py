@@ -24,7 +24,8 @@ FILES = {
 }
 SCRIPT = """
 import json
-from hf_strategies.data.sources import DataArguments, load_rows
+from hf_strategies.data.arguments import DataArguments
+from hf_strategies.data.sources import load_rows
 
 def load(**options):
     try:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_strategies.data.sources import DataArguments, DatasetConfig, load_rows
+from hf_strategies.data.arguments import DataArguments, DatasetConfig
+from hf_strategies.data.sources import load_rows
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from hf_strategies.data.sources import DataArguments, load_rows
+from hf_strategies.data.arguments import DataArguments
+from hf_strategies.data.sources import load_rows
 
 
 def write(path: Path, names: str | list[str], column: str = "text") -> Path:
@@ -78,6 +79,12 @@ def test_a_file_that_is_not_there_is_no_hub_id() -> None:
         load("none.jsonl")
 
 
+def test_a_stream_is_read_once_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text("text")
+    with pytest.raises(ValueError, match=r"dataset_name='.*broken.jsonl' cannot be read: "):
+        load(tmp_path / "broken.jsonl", streaming=True)
+
+
 def test_a_folder_without_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: EmptyDatasetError"):
         load(tmp_path)
@@ -105,6 +112,9 @@ def test_splits_of_a_folder(folder: Path) -> None:
     assert sorted([*train["text"], *held_out["text"]]) == list("abcde")
     (folder / "validation.jsonl").rename(folder / "test.jsonl")
     assert load(folder, held_out_rows=1)[1]["text"][:] == ["x", "y"]
+    # What is trained on is not held out.
+    train, held_out = load(folder, dataset_train_split="test[:1]+train", held_out_rows=1)
+    assert sorted([*train["text"], *held_out["text"]]) == list("abcdex")
 
 
 def test_a_part_of_a_split(folder: Path) -> None:
