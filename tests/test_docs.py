@@ -39,7 +39,7 @@ def formats() -> list[tuple[str, str, str]]:
         title, body = part.split("\n", 1)
         strategies = re.findall(r"`(\w+)`", title)
         assert strategies, title
-        for block, trains in re.findall(r"```json\n(.*?)```\n(?:\nTrains: (.*)\n)?", body, re.DOTALL):
+        for block, trains in re.findall(r"```json\n(.*?)```\n(?:\nTrains: ([^\n]*)\n)?", body, re.DOTALL):
             found += [(strategy, block, trains) for strategy in strategies]
     return found
 

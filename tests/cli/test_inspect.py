@@ -46,7 +46,7 @@ def test_prompt_and_completion(look: Any, tmp_path: Path, model: str) -> None:
     rows = [{"prompt": "a+b=", "completion": "cd"}, {"prompt": "abcdef", "completion": "c"}]
     lines = look("sft", rows, "--max_length", "6")
     assert lines[0] == f"sft on {tmp_path / 'rows.jsonl'}, tokens of {model}"
-    assert lines[1] == ("tokenizer: 52 tokens, bos '<bos>' (1), eos '<eos>' (2), pad '<pad>' (0), a chat template")
+    assert lines[1] == ("tokenizer: 51 tokens, bos '<bos>' (1), eos '<eos>' (2), pad '<pad>' (0), a chat template")
     assert lines[3:] == [
         "",
         "Example 0 of 1: 6 tokens, 2 trained (33.3 %)",
@@ -174,7 +174,7 @@ def test_rows_that_training_refuses(look: Any, capsys: pytest.CaptureFixture[str
     for strategy, flags, message in (
         ("dpo", [], "one of these sets is needed: prompt, chosen, rejected"),
         ("sft", ["--first_row", "1"], "first_row=1: allowed is less than the 1 examples that train"),
-        ("sft", ["--max_length", "1000"], "max_position_embeddings"),
+        ("sft", ["--max_length", "1000"], "301 tokens (prompt and completion), the model holds 256"),
     ):
         with pytest.raises(SystemExit):
             look(strategy, [{"text": "a" * (300 if "1000" in flags else 3)}], *flags)

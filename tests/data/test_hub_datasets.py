@@ -108,4 +108,4 @@ def test_hub_datasets(endpoint: str, tmp_path: Path) -> None:
     assert mixture == [["a", "b", "v"], None, ["text"]]
     assert split == "dataset_train_split='test': allowed are train, validation"
     assert "dataset_name='me/data' cannot be read: ValueError: BuilderConfig 'large' not found. Avail" in config
-    assert "dataset_name='me/none' cannot be read: RepositoryNotFoundError" in unknown
+    assert "dataset_name='me/none' cannot be read: DatasetNotFoundError" in unknown
