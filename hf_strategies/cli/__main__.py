@@ -16,11 +16,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     listed = "\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="hf-strategies",
+        usage="hf-strategies <command> [options]",
         description=f"commands:\n{listed}\n\nhf-strategies <command> --help lists the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("options", nargs=argparse.REMAINDER)
     arguments = list(sys.argv[1:] if argv is None else argv)
     # The command's own options are none of this parser's business.
     command = parser.parse_args(arguments[:1]).command

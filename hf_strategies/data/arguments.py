@@ -21,7 +21,7 @@ class DatasetConfig(Options):
     name: str | None = option(None, "Configuration of a Hub dataset.")
     data_dir: str | None = option(None, "Folder within the dataset.")
     data_files: str | list[str] | dict[str, str] | None = option(None, "Files to read, names or patterns.")
-    split: str = option("train", "Split; also a part of one, train[:10%].")
+    split: str = option("train", "Split; also a part of one, train[:1000].")
     columns: list[str] | None = option(None, "Columns to keep; unset: all.")
     fraction: float | None = option(
         None, "Share of the mixture, > 0; shares are relative to their sum. Set for all datasets of a mixture or none."
@@ -55,7 +55,7 @@ class DataArguments(Options):
         "columns, fraction; on the command line paths alone.",
     )
     dataset_config: str | None = option(None, "Configuration of a Hub dataset.")
-    dataset_train_split: str = option("train", "Split to train on; also a part of one, train[:10%].")
+    dataset_train_split: str = option("train", "Split to train on; also a part of one, train[:1000].")
     dataset_test_split: str | None = option(
         None, "Split to evaluate on; unset: test where there is one, else held_out_rows of the training rows."
     )

@@ -161,6 +161,7 @@ def test_what_is_printed_is_what_trains(look: Any, model: str, tmp_path: Path, m
         (["inspect", "--strategy", "sft", "--dataset_nam", "x"], "unknown: --dataset_nam x (did you mean"),
         (["inspect", "--strategy", "sft", "--dataset_name", "x.jsonl"], "dataset_name='x.jsonl': no such file"),
         (["look"], "invalid choice: 'look'"),
+        ([], "the following arguments are required: command"),
     ],
 )
 def test_bad_options(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +169,21 @@ def test_bad_options(flags: list[str], message: str, capsys: pytest.CaptureFixtu
         main(flags)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "listed"),
+    [
+        (["--help"], "inspect    print rows of a dataset"),
+        (["inspect", "--help"], "--dataset_train_split"),
+        (["inspect", "--strategy", "online_grpo", "--help"], "--num_generations"),
+    ],
+)
+def test_help(flags: list[str], listed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(flags)
+    assert stopped.value.code == 0
+    assert listed in capsys.readouterr().out
 
 
 def test_rows_that_training_refuses(look: Any, capsys: pytest.CaptureFixture[str]) -> None:
