@@ -16,7 +16,11 @@ from hf_strategies.modeling.decoding import stream_completions
 from hf_strategies.modeling.sampling import Sampling
 from hf_strategies.modeling.sampling_weights import sampling_weights
 
-needs_packing = pytest.mark.skipif(not packed.can_pack(torch.float32), reason="this torch packs no weights")
+
+def packable(dtype: torch.dtype, *values: Any) -> Any:
+    """A parameter for a test that packs `dtype`; what packs depends on the processor, bfloat16 needs AVX-512."""
+    skip = pytest.mark.skipif(not packed.can_pack(dtype), reason=f"this machine packs no {dtype} weights")
+    return pytest.param(*values or (dtype,), marks=skip)
 
 
 @pytest.fixture
@@ -28,9 +32,8 @@ def packed_layers(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if "forward" in module.__dict__]
 
 
-@needs_packing
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [packable(torch.float32), packable(torch.bfloat16)])
 def test_the_same_product(dtype: torch.dtype, bias: bool, everything_packs: None) -> None:
     layer = nn.Linear(48, 80, bias=bias).to(dtype)
     forward = packed.packed_forward(layer)
@@ -59,8 +62,7 @@ def test_small_weights_stay_as_they_are() -> None:
     assert packed.packed_forward(nn.Linear(255, 256)) is None
 
 
-@needs_packing
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [packable(torch.float32, None), packable(torch.bfloat16)])
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 def test_sampling_with_packed_weights(adapter: bool, dtype: torch.dtype | None, everything_packs: None) -> None:
     """Completions are those of the plain weights, tied head and adapter included; afterwards nothing is left of it."""
