@@ -102,6 +102,23 @@ def smoothed_nll(logprobs: Tensor, vocab_mean: Tensor | None, label_smoothing: f
     return -(1.0 - label_smoothing) * logprobs - label_smoothing * vocab_mean
 
 
+def dynamic_nll(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Negative log-likelihood weighted by the token's own probability: ``-sg(p) log p``.
+
+    The gradient of -log p is 1 / p times that of -p, so a token the model finds unlikely pulls hardest; the weight
+    cancels that (dynamic fine-tuning, Wu et al. 2025, arXiv 2508.05629).
+
+    Args:
+        logprobs: [N, C] of the target tokens.
+        mask: [N, C] bool.
+
+    Returns:
+        [N, C] in nats, 0 where masked; no gradient goes through the weight.
+    """
+    logprobs = torch.where(mask, logprobs, torch.zeros_like(logprobs))
+    return -logprobs.detach().exp() * logprobs
+
+
 # ---- ratios and divergences ----
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 # What an option of a type may be; anything else that is annotated (paths, enumerations, dicts) is not checked.
 KINDS: dict[Any, tuple[str, str]] = {
@@ -32,7 +32,14 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 
 @dataclass
 class Options:
-    """Options validate themselves on construction; several may be combined into one config by inheritance."""
+    """Options validate themselves on construction; several may be combined into one config by inheritance.
+
+    Attributes:
+        aliases: fields of a config that give an option under another name -> the option. Once taken over, such a
+            field is back at its default, so that nobody else acts on it.
+    """
+
+    aliases: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self) -> None:
         # What another library reads is checked before it is read; here `validate` has the better message.
@@ -41,8 +48,22 @@ class Options:
         parent = super()
         if hasattr(parent, "__post_init__"):
             parent.__post_init__()
+        self._resolve_aliases()
         self.validate()
         self._require_types([f.name for f in fields(self) if f.init and f.name in own])
+
+    def _resolve_aliases(self) -> None:
+        defaults = {f.name: f.default for f in fields(self)}
+        for alias, name in self.aliases.items():
+            value = getattr(self, alias, None)
+            if alias not in defaults or value == defaults[alias]:
+                continue
+            if getattr(self, name) not in (defaults[name], value):
+                raise ValueError(
+                    f"{alias}={value!r} and {name}={getattr(self, name)!r} are names of one option: give one of them"
+                )
+            setattr(self, name, value)
+            setattr(self, alias, defaults[alias])
 
     def _require_types(self, names: Collection[str]) -> None:
         hints = _hints(_class_of(self))

@@ -116,8 +116,11 @@ def test_no_direction_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept == [False, False, True]
 
 
+@pytest.mark.parametrize("wanted", [("entropy", "correct"), ("entropy", "vocab_mean")])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-def test_no_more_than_a_chunk_of_logits_is_saved(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_a_chunk_of_logits_is_saved(
+    trained: bool, wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What waits for the backward pass has the hidden states' width, not the vocabulary's."""
     monkeypatch.setattr(head_module, "POSITIONS_PER_CHUNK", 2)
     head, hidden, targets = setup(bias=False, trained=trained)
@@ -128,7 +131,7 @@ def test_no_more_than_a_chunk_of_logits_is_saved(trained: bool, monkeypatch: pyt
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        score_hidden(head, hidden, targets, LogitShape(), ("entropy",))
+        score_hidden(head, hidden, targets, LogitShape(), wanted)
     assert max(sizes) <= 2 * 4 if not trained else max(sizes) <= 5 * 4
 
 

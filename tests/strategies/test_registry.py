@@ -62,7 +62,7 @@ def test_names_make_strategies_with_their_options(name: str) -> None:
 
 UNCORRECTED = {"sampler_correction": "auto", "sampler_correction_min": None, "sampler_correction_max": None}
 DEFAULTS = {
-    "sft": {"label_smoothing": 0.0},
+    "sft": {"loss_type": "nll", "label_smoothing": 0.0},
     "dpo": {
         "loss_type": ["sigmoid"],
         "loss_weights": None,

@@ -36,6 +36,6 @@ def test_what_it_declares() -> None:
     strategy = make_strategy("seq")
     assert isinstance(strategy, Seq)
     assert type(strategy.options) is SeqOptions
-    assert declared(strategy) == {"packed", "dropout"}
+    assert declared(strategy) == {"packed", "dropout", "correct"}
     with pytest.raises(ValueError, match=r"^label_smoothing=-1: allowed is a number >= 0"):
         SeqOptions(label_smoothing=-1)

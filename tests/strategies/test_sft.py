@@ -22,11 +22,49 @@ def test_loss_and_gradient_by_hand() -> None:
     strategy = make_strategy("sft")
     assert strategy.count_items(batch) == 3
     entropy = f64([[0.5, 1.5, NAN], [NAN, 4.0, NAN]])
-    loss, metrics = strategy.loss(PolicyOutput(logprobs, entropy=entropy), batch, strategy.count_items(batch))
+    correct = f64([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
+    policy = PolicyOutput(logprobs, entropy=entropy, correct=correct)
+    loss, metrics = strategy.loss(policy, batch, strategy.count_items(batch))
     close(loss, 7 / 3)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert torch.equal(gradient, f64([[-1 / 3, -1 / 3, 0.0], [0.0, -1 / 3, 0.0]]))
-    assert {name: number(m) for name, m in metrics.items()} == pytest.approx({"task_loss": 7 / 3, "entropy": 2.0})
+    # Two of the three trained tokens are the likeliest.
+    assert {name: number(m) for name, m in metrics.items()} == pytest.approx(
+        {"task_loss": 7 / 3, "entropy": 2.0, "mean_token_accuracy": 2 / 3}
+    )
+
+
+def test_dynamic_fine_tuning_by_hand() -> None:
+    """Probabilities 1/2 and 1/8, of two trained tokens: (ln 2 / 2 + 3 ln 2 / 8) / 2; the weights have no gradient.
+
+    Without the stopped gradient it would be -p (1 + log p), of another sign at p = 1/2.
+    """
+    ln2 = math.log(2)
+    logprobs = f64([[-ln2, -3 * ln2, NAN]]).requires_grad_()
+    batch = batch_of(booleans([[1, 1, 0]]))
+    strategy = make_strategy("sft", loss_type="dft")
+    loss, metrics = strategy.loss(PolicyOutput(logprobs), batch, strategy.count_items(batch))
+    close(loss, (1 / 2 + 3 / 8) * ln2 / 2)
+    assert number(metrics["task_loss"]) == pytest.approx(7 / 16 * ln2)
+    close(torch.autograd.grad(loss, logprobs)[0], f64([[-1 / 4, -1 / 16, 0.0]]))
+
+
+def test_dynamic_fine_tuning_pushes_logits_by_the_probability() -> None:
+    """d/dz of -sg(p) log p is p (softmax - onehot), at p = 1/2 half of nll's gradient (arXiv 2508.05629)."""
+    logits = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, 0.0, math.log(2)]]], dtype=torch.float64).requires_grad_()
+    ids, batch = torch.tensor([[0, 1]]), batch_of(booleans([[1, 1]]))
+    policy = PolicyOutput(f.token_logprobs(logits, ids))
+    loss, _ = make_strategy("sft", loss_type="dft").loss(policy, batch, torch.tensor(1.0))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    close(gradient, f64([[[-1 / 4, 1 / 4, 0.0], [1 / 16, -3 / 16, 1 / 8]]]))
+
+
+@pytest.mark.parametrize("name", ["sft", "seq"])
+def test_loss_types(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^loss_type='ntl': allowed are 'nll', 'dft'$"):
+        make_strategy(name, loss_type="ntl")
+    with pytest.raises(ValueError, match=r"^label_smoothing=0.1 with loss_type='dft': allowed is 0"):
+        make_strategy(name, loss_type="dft", label_smoothing=0.1)
 
 
 def test_only_what_is_known_is_logged() -> None:
@@ -66,8 +104,8 @@ def test_loss_is_that_of_cross_entropy_over_logits(smoothing: float) -> None:
 def test_what_it_declares() -> None:
     strategy = make_strategy("sft")
     assert isinstance(strategy, SFT)
-    assert declared(strategy) == {"dropout"}
-    assert declared(make_strategy("sft", label_smoothing=0.1)) == {"dropout", "vocab_mean"}
+    assert declared(strategy) == {"dropout", "correct"}
+    assert declared(make_strategy("sft", label_smoothing=0.1)) == {"dropout", "correct", "vocab_mean"}
     assert strategy.min_group_size == 1
 
 
