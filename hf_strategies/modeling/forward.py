@@ -25,6 +25,7 @@ from hf_strategies.modeling.generation import generating
 from hf_strategies.modeling.head import LogitShape, TokenScores, fusible, score_hidden, score_logits, scoring
 from hf_strategies.modeling.layout import trained_tokens
 from hf_strategies.modeling.moe import RouterLoad, balance_loss, is_mixture_of_experts
+from hf_strategies.modeling.noise import noisy_embeddings
 from hf_strategies.modeling.stream import Stream
 from hf_strategies.modeling.two_phase import Prefix, Suffix
 from hf_strategies.modeling.unwrap import causal_lm_of, unwrapped_lm
@@ -70,6 +71,7 @@ class Padded:
         self.slots = trained_tokens(batch).flatten().nonzero().squeeze(-1)
         self.targets = batch.completion_ids.flatten()[self.slots]
         self.weights = (batch.attention_mask & batch.in_group.unsqueeze(-1)).flatten()
+        self.row_lengths = batch.attention_mask.sum(dim=1, keepdim=True).expand(batch.input_ids.shape)
         self.padded_tokens = self.num_tokens = batch.input_ids.numel()
 
     def inputs(self, takes_positions: bool, keeps_logits: bool) -> dict[str, Any]:
@@ -118,6 +120,8 @@ class Forward:
         self.stream = stream
         self.fused_head = fused_head
         self.prefix: Prefix | None = None
+        # Of `noisy_embeddings`, while the model trains; None: no noise.
+        self.noise_alpha: float | None = None
 
     def run_prefix(self, model: nn.Module, batch: Batch) -> Prefix | None:
         """The first of two phases: the prompts of a batch, as a pass that stays attached.
@@ -187,6 +191,8 @@ class Forward:
             if self.stream:
                 enable_stream(lm)
                 contexts.enter_context(streaming())
+            if self.noise_alpha is not None and model.training:
+                contexts.enter_context(noisy_embeddings(lm, self.noise_alpha, layout.row_lengths))
             if critic is not None:
                 contexts.enter_context(critic.collecting())
             if fusible(head):

@@ -60,6 +60,7 @@ class StreamBuilder:
         self.ids: list[Tensor] = []
         self.positions: list[Tensor] = []
         self.weights: list[Tensor] = []
+        self.row_lengths: list[Tensor] = []
         self.scoring: list[Tensor] = []
         self.targets: list[Tensor] = []
         self.slots: list[Tensor] = []
@@ -99,6 +100,7 @@ class StreamBuilder:
             "targets": torch.cat(self.targets).to(device),
             "slots": torch.cat(self.slots).to(device),
             "weights": torch.cat(self.weights).to(device),
+            "row_lengths": torch.cat(self.row_lengths).unsqueeze(0).to(device),
             "shape": (n, c),
             "padded_tokens": n * (self.prompt_ids.shape[1] + c),
         }
@@ -133,22 +135,24 @@ class StreamBuilder:
     def _completion(self, row: int) -> Tensor:
         return self.completion_ids[row, : self.completion_lens[row]]
 
-    def append(self, ids: Tensor, first_position: int, weight: int) -> int:
-        """Add tokens; returns where they start."""
+    def append(self, ids: Tensor, first_position: int, weight: int, row_length: int | None = None) -> int:
+        """Add tokens of a row of ``row_length`` tokens, by default these alone; returns where they start."""
         start = self.size
         self.ids.append(ids)
         self.positions.append(torch.arange(first_position, first_position + len(ids)))
         self.weights.append(torch.full((len(ids),), weight))
+        self.row_lengths.append(torch.full((len(ids),), len(ids) if row_length is None else row_length))
         self.size += len(ids)
         return start
 
     def _add_prompt(self, family: Sequence[int]) -> tuple[int, int]:
         ids = self.prompt(family[0])
-        return self.append(ids, 0, sum(self.in_group[row] for row in family)), len(ids)
+        longest = len(ids) + max(self.completion_lens[row] for row in family)
+        return self.append(ids, 0, sum(self.in_group[row] for row in family), longest), len(ids)
 
     def _add_completion(self, row: int, prompt_start: int, prompt_len: int) -> tuple[int, int]:
         ids = self._completion(row)
-        start = self.append(ids, prompt_len, int(self.in_group[row]))
+        start = self.append(ids, prompt_len, int(self.in_group[row]), prompt_len + len(ids))
         self._score(row, before_first=prompt_start + prompt_len - 1, start=start)
         return start, len(ids)
 

@@ -38,6 +38,7 @@ class Stream:
         targets: [M] long, that token's id.
         slots: [M] long, its place in the flattened [N, C].
         weights: [T] long, rows that share the token; 0 in blank rows.
+        row_lengths: [1, T] long, tokens of the row a token belongs to, of the longest of those that share it.
         shape: (N, C).
         padded_tokens: tokens of the padded rectangle, N * S.
         calls: attention calls made so far with this stream.
@@ -52,6 +53,7 @@ class Stream:
     targets: Tensor
     slots: Tensor
     weights: Tensor
+    row_lengths: Tensor
     shape: tuple[int, int]
     padded_tokens: int
     calls: int = 0

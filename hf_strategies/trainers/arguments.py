@@ -87,6 +87,8 @@ class StrategyArguments(Options, TrainingArguments):
         for name in ("learning_rate", "weight_decay", "max_grad_norm"):
             self.require_number(name, 0.0)
         self.require_number("num_train_epochs", above=0.0)
+        if self.neftune_noise_alpha is not None:
+            self.require_number("neftune_noise_alpha", 0.0)
         if self.max_steps != -1 and self.max_steps < 1:
             raise ValueError(
                 f"max_steps={self.max_steps!r}: allowed is a whole number >= 1, or -1 for as many as num_train_epochs "

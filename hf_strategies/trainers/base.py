@@ -49,7 +49,7 @@ from hf_strategies.trainers.arguments import (
     strategy_options,
 )
 from hf_strategies.trainers.checkpoints import CheckpointMixin
-from hf_strategies.trainers.checks import check_reference, check_rewards, check_run
+from hf_strategies.trainers.checks import check_noise, check_reference, check_rewards, check_run
 from hf_strategies.trainers.datasets import prepare_data
 from hf_strategies.trainers.evaluation import EvaluationMixin
 from hf_strategies.trainers.micro_batches import check_low_memory
@@ -130,6 +130,7 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         if peft_config is not None:
             check_peft_config(peft_config)
         check_run(strategy, args, eval_dataset)
+        check_noise(strategy, args, self.strategy.dropout)
         rollout_args = args if isinstance(args, OnlineArguments) and entry.online else None
         if rollout_args is not None:
             rollout_args.check_rollouts(self.strategy.min_group_size)
@@ -166,6 +167,7 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
             attach_critic(causal_lm_of(policy))
         temperature = rollout_args.temperature if rollout_args else 1.0
         self.forward_pass = CheckedForward(policy, temperature, args.attention_path)
+        self.forward_pass.noise_alpha = args.neftune_noise_alpha
         # Rollouts are larger than the micro-batches that are cut from them.
         rows_per_pass = args.per_device_train_batch_size if self.rollouts else None
         self.prepare = Preparation(self.strategy, self.forward_pass, reference, rows_per_pass)
@@ -180,6 +182,7 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
             processing_class=tokenizer,
             **kwargs,
         )
+        self.neftune_noise_alpha = None  # Trainer's own hook would take a stream of rows for one long row
         self.metric_store = {"train": MetricStore(), "eval": MetricStore()}
         self.num_tokens = 0
         self._tokens_since_log = 0

@@ -34,6 +34,15 @@ def check_reference(strategy: str, ref_model: Any, model: Any, needed: bool) -> 
         raise TypeError(f"ref_model: got {type(ref_model).__name__}, allowed are a PreTrainedModel, PeftModel")
 
 
+def check_noise(strategy: str, args: StrategyArguments, allowed: bool) -> None:
+    """Raise where noise on embeddings would make two passes disagree whose log-probabilities are compared."""
+    if args.neftune_noise_alpha is not None and not allowed:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha!r}: allowed is None, strategy {strategy!r} compares "
+            "log-probabilities of passes, which noise on the embeddings would move apart"
+        )
+
+
 def check_run(strategy: str, args: StrategyArguments, eval_dataset: Any) -> None:
     """Refuse what would end the run later, after weights are loaded or after training."""
     if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
