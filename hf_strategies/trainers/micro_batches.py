@@ -102,7 +102,7 @@ def check_low_memory(args: Any, model: nn.Module) -> None:
     problems = {
         "attention_path='padded'": args.attention_path == "padded",
         "fp16, whose loss scale would be applied twice": args.fp16,
-        "neftune_noise_alpha, whose noise a prompt in two passes would get twice": args.neftune_noise_alpha is not None,
+        "neftune_noise_alpha, whose noise would fall on a prompt twice": args.neftune_noise_alpha is not None,
         "DeepSpeed": args.deepspeed is not None or AcceleratorState._shared_state.get("deepspeed_plugins") is not None,
         "FSDP": bool(args.fsdp),
         "reentrant activation checkpointing": args.gradient_checkpointing

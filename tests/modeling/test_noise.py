@@ -59,10 +59,7 @@ def test_bounds_are_those_of_each_row(kind: str, stream: bool) -> None:
     torch.manual_seed(0)
     forward(model, BATCH)
     (noise,) = seen.noise
-    if stream:
-        parts = list(noise[0].split(LENGTHS))
-    else:
-        parts = [noise[i][BATCH.attention_mask[i]] for i in range(3)]
+    parts = list(noise[0].split(LENGTHS)) if stream else [noise[i][BATCH.attention_mask[i]] for i in range(3)]
     for part, bound in zip(parts, (0.4419417, 0.1804220, 0.4419417), strict=True):
         assert part.numel() in (4 * 32, 24 * 32)
         assert 0.95 * bound < part.abs().max() <= bound + 1e-5
