@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from hf_strategies import functional as f
 from hf_strategies.batch import TOKEN_FIELDS, Batch, PolicyOutput
@@ -26,6 +27,7 @@ from hf_strategies.modeling.head import LogitShape, TokenScores, fusible, score_
 from hf_strategies.modeling.layout import trained_tokens
 from hf_strategies.modeling.moe import RouterLoad, balance_loss, is_mixture_of_experts
 from hf_strategies.modeling.noise import noisy_embeddings
+from hf_strategies.modeling.predictions import LogitReader
 from hf_strategies.modeling.stream import Stream
 from hf_strategies.modeling.two_phase import Prefix, Suffix
 from hf_strategies.modeling.unwrap import causal_lm_of, unwrapped_lm
@@ -159,6 +161,7 @@ class Forward:
         wanted: Collection[str] = (),
         values: bool = False,
         router: bool = False,
+        read_logits: LogitReader | None = None,
     ) -> ForwardResult:
         """Run the model once.
 
@@ -167,6 +170,7 @@ class Forward:
             batch: N rows.
             wanted: fields of `PolicyOutput` to fill in beside log-probabilities, of `modeling.head.EXTRAS`.
             values: also return the critic's values; the model must carry a critic.
+            read_logits: is offered the logits of the tokens that train, see `LogitReader`.
             router: also return the aux loss and the router's load, if the model is a mixture of experts.
 
         Returns:
@@ -200,6 +204,8 @@ class Forward:
 
                 def score(hidden: Tensor) -> TokenScores:
                     states = layout.pick(hidden)
+                    if read_logits is not None:
+                        read_logits(layout.slots, lambda i: shape.apply(linear(states[i], head.weight, head.bias)))
                     return score_hidden(head, states, layout.targets, shape, wanted)
 
                 contexts.enter_context(scoring(lm, score))
@@ -209,7 +215,10 @@ class Forward:
         if fusible(head):
             scores = TokenScores(outputs["logprobs"], **{name: outputs[name] for name in wanted})
         else:
-            scores = self._score(layout.pick(outputs["logits"]), layout.targets, wanted)
+            logits = layout.pick(outputs["logits"])
+            if read_logits is not None:
+                read_logits(layout.slots, lambda i: f.at_least_float32(logits[i]) / self.temperature)
+            scores = self._score(logits, layout.targets, wanted)
         found = {name: layout.scatter(values) for name, values in vars(scores).items() if values is not None}
         result = ForwardResult(
             PolicyOutput(**found),

@@ -29,6 +29,7 @@ class Strategy(ABC):
         keep_groups: rows of a group must stay in one micro-batch.
         min_group_size: rows per prompt that the objective needs.
         packed: rows are documents: long ones are cut into pieces, and several share an example.
+        labelled: rows are texts whose trained tokens are labels, which metrics may compare with predictions.
         dropout: whether training may run with dropout. Objectives that compare log-probabilities of two passes must
             not: the two would disagree for no reason.
     """
@@ -40,6 +41,7 @@ class Strategy(ABC):
     keep_groups: ClassVar[bool] = False
     min_group_size: ClassVar[int] = 1
     packed: ClassVar[bool] = False
+    labelled: ClassVar[bool] = False
     dropout: ClassVar[bool] = False
 
     def __init__(self, options: _options.Options) -> None:

@@ -51,6 +51,7 @@ class SFT(Strategy):
 
     Options: ClassVar[type[Options]] = SFTOptions
     options: SFTOptions
+    labelled = True
     dropout = True
 
     @property

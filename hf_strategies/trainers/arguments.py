@@ -111,6 +111,11 @@ class StrategyArguments(Options, TrainingArguments):
                 f"label_smoothing_factor={self.label_smoothing_factor!r}: allowed is 0, it would have no effect; seq "
                 "and sft have label_smoothing"
             )
+        if "inputs" in self.include_for_metrics:
+            raise ValueError(
+                f"include_for_metrics={self.include_for_metrics!r}: allowed is ['loss'], compute_metrics gets labels "
+                "and predictions of the trained tokens"
+            )
         if getattr(self.accelerator_config, "dispatch_batches", None):
             raise ValueError("accelerator_config.dispatch_batches=True: allowed are False and None")
 

@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 # What `transformers.Trainer` may be given besides; its other hooks would never be called here.
 TRAINER_ARGUMENTS = ("data_collator", "callbacks", "optimizers", "optimizer_cls_and_kwargs")
+# And where rows are texts whose tokens are labels.
+METRIC_ARGUMENTS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 
 class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
@@ -78,7 +80,8 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         reward_processing_classes: tokenizers of reward models, one per reward (None for functions).
         ref_model: explicit reference; by default the weights the run starts from.
         peft_config: adapter to train instead of the full model.
-        **kwargs: handed to `transformers.Trainer`: callbacks, optimizers, data_collator, optimizer_cls_and_kwargs.
+        **kwargs: handed to `transformers.Trainer`: callbacks, optimizers, data_collator, optimizer_cls_and_kwargs; for
+            seq and sft also compute_metrics and preprocess_logits_for_metrics, see `modeling.predictions`.
 
     Raises:
         TypeError: an argument that does not exist, or that would have no effect.
@@ -107,8 +110,9 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
     ) -> None:
         entry = get_entry(strategy)
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        for name in sorted(kwargs.keys() - set(TRAINER_ARGUMENTS)):
-            raise TypeError(f"{type(self).__name__}: {name}= is not supported; further ones are {TRAINER_ARGUMENTS}")
+        known = TRAINER_ARGUMENTS + (METRIC_ARGUMENTS if entry.strategy.labelled else ())
+        for name in sorted(kwargs.keys() - set(known)):
+            raise TypeError(f"{type(self).__name__}: {name}= is not supported; further ones are {known}")
         args = args if args is not None else config_class(strategy)(output_dir="trainer_output")
         if not isinstance(args, OnlineArguments if entry.online else StrategyArguments):
             raise TypeError(
@@ -172,6 +176,7 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         rows_per_pass = args.per_device_train_batch_size if self.rollouts else None
         self.prepare = Preparation(self.strategy, self.forward_pass, reference, rows_per_pass)
 
+        self._preprocess_logits = kwargs.pop("preprocess_logits_for_metrics", None)
         default_collator = collate_prompts if self.rollouts else partial(collate, pad_token_id=tokenizer.pad_token_id)
         super().__init__(
             model=policy,

@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import Trainer
 
+from hf_strategies.modeling.predictions import Predictions
 from hf_strategies.reporting.metrics import MetricStore
 from hf_strategies.rollout.callback import RolloutCallback
 from hf_strategies.stats import Mean
@@ -27,6 +28,7 @@ class EvaluationMixin(Trainer):
     metric_store: dict[str, MetricStore]
     last_eval_table: list[dict[str, Any]]
     _eval_position: int
+    _preprocess_logits: Any
 
     def prediction_step(
         self,
@@ -34,8 +36,13 @@ class EvaluationMixin(Trainer):
         inputs: dict[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, None, None]:
-        """Score one evaluation batch along the path of training; training state stays untouched."""
+    ) -> tuple[Tensor | None, Any, Tensor | None]:
+        """Score one evaluation batch along the path of training; training state stays untouched.
+
+        Returns:
+            Loss; predictions and labels [examples, S] as `modeling.predictions` lays them out, None where nobody asks
+            for them or the strategy's rows have no labels.
+        """
         store = self.metric_store["eval"]
         pin_old = self.strategy.needs_old_logprobs
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -59,9 +66,15 @@ class EvaluationMixin(Trainer):
                 metrics = rollout.metrics | metrics
             store.add(metrics)
             items = self.strategy.count_items(batch)
-            loss: Any = self.compute_loss(model, {"batch": batch}, num_items_in_batch=items.clamp(min=1))
+            inputs, predictions = {"batch": batch}, None
+            if self.strategy.labelled and not prediction_loss_only:
+                predictions = Predictions(batch, self._preprocess_logits)
+                inputs |= {"read_logits": predictions.read} if self._preprocess_logits else {"wanted": ("greedy",)}
+            loss, result = self.compute_loss(model, inputs, True, items.clamp(min=1))
             store.add({"loss": Mean(loss.detach() * items, items)})
-        return loss, None, None
+        if predictions is None:
+            return loss, None, None
+        return loss, predictions.values(result.policy.greedy), predictions.labels
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.evaluation_loop`, with the strategy's metrics and a loss weighted like the training loss."""

@@ -131,7 +131,8 @@ class StepMixin(Trainer):
 
         Args:
             model: wrapped model.
-            inputs: ``batch``, and ``token_share``: its part of the step's tokens, which weighs the router's aux loss.
+            inputs: ``batch``; ``token_share``, its part of the step's tokens, which weighs the router's aux loss;
+                ``wanted`` and ``read_logits`` of `Forward`, beside what the strategy reads.
             return_outputs: also return the `ForwardResult`.
             num_items_in_batch: the step's denominator; the batch's own when left out.
 
@@ -148,9 +149,10 @@ class StepMixin(Trainer):
         result = self.forward_pass(
             model,
             batch.replace(loss_mask=batch.loss_mask & ~idle.unsqueeze(-1)),
-            wanted=self.strategy.reads,
+            wanted=(*self.strategy.reads, *inputs.get("wanted", ())),
             values=self.strategy.needs_critic,
             router=True,
+            read_logits=inputs.get("read_logits"),
         )
         result.policy.computed = ~idle
         loss, metrics = self.strategy.loss(result.policy, batch, num_items)
