@@ -11,8 +11,8 @@ from datasets import Dataset
 
 from hf_strategies.batch import Batch, Row
 from hf_strategies.data.chat import encode_prompt, prompt_of
-from hf_strategies.data.packing import best_fit_decreasing, cut
-from hf_strategies.data.rows import document_row, read_rows, shape_of
+from hf_strategies.data.packing import SPLITTING, pack
+from hf_strategies.data.rows import read_rows, shape_of
 
 
 @dataclass
@@ -24,12 +24,16 @@ class Encoded:
         dropped: reason -> number of examples left out.
         longest: most tokens (prompt and completion) of a row.
         largest_id: largest token id of all rows.
+        trained_tokens: tokens that train in all rows together.
+        lost_tokens: tokens that would train, were they not cut off or their example not left out.
     """
 
     dataset: Dataset
     dropped: Counter[str] = field(default_factory=Counter)
     longest: int = 0
     largest_id: int = 0
+    trained_tokens: int = 0
+    lost_tokens: int = 0
 
 
 def encode_dataset(
@@ -38,7 +42,7 @@ def encode_dataset(
     max_length: int | None,
     *,
     min_rows: int = 1,
-    packed: bool = False,
+    packing: str | None = None,
     scored: bool | None = None,
     name: str = "dataset",
 ) -> Encoded:
@@ -48,9 +52,10 @@ def encode_dataset(
         dataset: examples in one of the shapes of `data.rows`.
         tokenizer: the model's tokenizer.
         max_length: most tokens of a row; longer completions are cut, a prompt that leaves no room drops the example.
-            With ``packed`` it is the length of a packed row and long documents are cut into pieces, losing nothing.
+            Of a packed row it is the length, of one that is cut into pieces the length of these; None: neither.
         min_rows: rows an example must have (2 for groups).
-        packed: put several documents into each example (best-fit-decreasing).
+        packing: how rows share examples and what becomes of long ones, see `data.packing`; None: every example has its
+            own rows, and long ones are cut off.
         scored: whether rows must carry rewards, see `shape_of`.
         name: of the dataset, for messages.
 
@@ -60,20 +65,23 @@ def encode_dataset(
     shape_of(dataset.column_names, scored)
     dropped: Counter[str] = Counter()
     examples: list[list[Row]] = []
+    splits = packing in SPLITTING
+    present = 0
     for number, example in enumerate(dataset):
         try:
             rows = read_rows(example, tokenizer, scored)
         except (ValueError, KeyError) as error:
             raise ValueError(f"{name} row {number}: {error}") from error
+        present += _count_trained(rows)
         reason = None if rows else "empty"
-        if rows and not packed:
-            rows, reason = _fit(rows, max_length, min_rows)
+        if rows:
+            rows, reason = _fit(rows, None if splits else max_length, min_rows)
         if reason:
             dropped[reason] += 1
         else:
             examples.append(rows)
-    if packed:
-        examples = _packed([row for rows in examples for row in rows], max_length, dropped)
+    if packing and max_length:
+        examples, dropped["untrained_piece"] = pack([row for rows in examples for row in rows], max_length, packing)
     if not examples:
         raise ValueError(f"no row of the {name} can train ({len(dataset)} rows, dropped: {dict(+dropped) or 'none'})")
     recorded = sum(any(row.old_logprobs is not None for row in rows) for rows in examples)
@@ -81,25 +89,20 @@ def encode_dataset(
         raise ValueError(
             f"old_logprobs is given in {recorded} of {len(examples)} rows: give it in all of them or none"
         )
+    trained = sum(_count_trained(rows) for rows in examples)
     longest = max(len(row.prompt_ids) + len(row.completion_ids) for rows in examples for row in rows)
     return Encoded(
         Dataset.from_list([{"rows": [asdict(row) for row in rows]} for rows in examples]),
         +dropped,
         longest,
         max(max(*row.prompt_ids, *row.completion_ids, 0) for rows in examples for row in rows),
+        trained,
+        present - trained,
     )
 
 
-def _packed(documents: list[Row], max_length: int | None, dropped: Counter[str]) -> list[list[Row]]:
-    """Examples of several documents, ``max_length`` tokens at most; without it, of a whole document each."""
-    ids = [[*row.prompt_ids, *row.completion_ids] for row in documents]
-    pieces = [piece for whole in ids for piece in (cut(whole, max_length) if max_length else [whole])]
-    rows = [document_row(piece) for piece in pieces if len(piece) > 1]
-    dropped["one_token_piece"] += len(pieces) - len(rows)
-    if not max_length:
-        return [[row] for row in rows]
-    plan = best_fit_decreasing([1 + len(row.completion_ids) for row in rows], max_length)
-    return [[rows[i] for i in chosen] for chosen in plan]
+def _count_trained(rows: list[Row]) -> int:
+    return sum(len(row.completion_ids) if row.loss_mask is None else sum(row.loss_mask) for row in rows)
 
 
 def _fit(rows: list[Row], max_length: int | None, min_rows: int) -> tuple[list[Row], str | None]:

@@ -28,7 +28,8 @@ class Strategy(ABC):
         needs_old_logprobs: ``old_logprobs`` are captured before the first update on a rollout, always.
         keep_groups: rows of a group must stay in one micro-batch.
         min_group_size: rows per prompt that the objective needs.
-        packed: rows are documents: long ones are cut into pieces, and several share an example.
+        packed: rows are documents: long ones are cut into pieces and, unless the config says otherwise, several share
+            an example.
         labelled: rows are texts whose trained tokens are labels, which metrics may compare with predictions.
         dropout: whether training may run with dropout. Objectives that compare log-probabilities of two passes must
             not: the two would disagree for no reason.

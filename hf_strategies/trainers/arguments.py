@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 
+from hf_strategies.data.packing import PACKING_STRATEGIES
 from hf_strategies.modeling.forward import ATTENTION_PATHS
 from hf_strategies.options import Options, option
 from hf_strategies.rollout.options import RolloutOptions
@@ -118,6 +119,44 @@ class StrategyArguments(Options, TrainingArguments):
             )
         if getattr(self.accelerator_config, "dispatch_batches", None):
             raise ValueError("accelerator_config.dispatch_batches=True: allowed are False and None")
+
+
+@dataclass
+class TextArguments(StrategyArguments):
+    """What strategies over given texts share: how these fill batches."""
+
+    packing: bool | None = option(
+        None, "Put several texts into a row of max_length tokens, where they do not see each other; unset: seq does."
+    )
+    packing_strategy: str | None = option(
+        None,
+        "How texts are packed: bfd (best-fit-decreasing, long ones are cut off), bfd_split (long ones are cut into "
+        "pieces), wrapped (one after another, cut where a row is full). Unset: bfd; for seq, bfd_split.",
+    )
+    eval_packing: bool | None = option(None, "Pack evaluation data; unset: as training data.")
+    padding_free: bool | None = option(
+        None,
+        "Rows go through the model one after another, without padding: True demands it, False pads; unset: without "
+        "padding where the model allows it.",
+    )
+
+    def validate(self) -> None:  # noqa: D102 - see Options
+        super().validate()
+        for name in ("packing", "eval_packing"):
+            if getattr(self, name) and self.max_length is None:
+                raise ValueError(f"{name}=True needs a max_length, the number of tokens of a packed row")
+        if self.packing_strategy is not None:
+            self.require_one_of("packing_strategy", PACKING_STRATEGIES)
+            if self.packing is False and not self.eval_packing:
+                raise ValueError(f"packing_strategy={self.packing_strategy!r} has no effect with packing=False")
+        if self.padding_free is None:
+            return
+        path, other = ("stream", "padded") if self.padding_free else ("padded", "stream")
+        if self.attention_path == other:
+            raise ValueError(
+                f"padding_free={self.padding_free!r} and attention_path={self.attention_path!r} contradict each other"
+            )
+        self.attention_path = path
 
 
 @dataclass
@@ -231,5 +270,5 @@ def config_class(name: str) -> type[StrategyArguments]:
         ValueError: unknown strategy.
     """
     entry = get_entry(name)
-    base = OnlineArguments if entry.online else StrategyArguments
+    base = OnlineArguments if entry.online else TextArguments if entry.strategy.labelled else StrategyArguments
     return make_dataclass(f"{entry.strategy.__name__}Arguments", [], bases=(entry.strategy.Options, base))

@@ -152,6 +152,7 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
             except ValueError as error:
                 raise ValueError(f"ref_model: {error}") from None
         self.dropped = data.dropped
+        self.lost_tokens = data.lost_tokens
         self.rollouts: RolloutCallback | None = None
         if rollout_args is not None:
             rewards = resolve_rewards(

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from hf_strategies.data.formats import encode_dataset, encode_prompts
 from hf_strategies.strategies import Strategy
-from hf_strategies.trainers.arguments import OnlineArguments, StrategyArguments
+from hf_strategies.trainers.arguments import OnlineArguments, StrategyArguments, TextArguments
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class RunData:
         largest_id: largest token id of given rows.
         columns: dataset name -> columns of its raw data.
         dropped: dataset name -> reason -> examples left out.
+        lost_tokens: dataset name -> tokens that would train, were they not cut off or their example not left out.
     """
 
     train: Dataset | None = None
@@ -39,6 +40,7 @@ class RunData:
     largest_id: int = 0
     columns: dict[str, list[str]] = field(default_factory=dict)
     dropped: dict[str, dict[str, int]] = field(default_factory=dict)
+    lost_tokens: dict[str, int] = field(default_factory=dict)
 
 
 def prepare_data(
@@ -72,7 +74,7 @@ def prepare_data(
             tokenizer,
             args.max_length,
             min_rows=strategy.min_group_size,
-            packed=strategy.packed,
+            packing=packing_of(strategy, args, evaluation=name != "train"),
             scored=strategy.needs_rewards,
             name=f"{name} dataset",
         )
@@ -81,6 +83,14 @@ def prepare_data(
         if result.dropped.total():
             data.dropped[name] = dict(result.dropped)
             logger.warning("%s dataset: left out %s", name, dict(result.dropped))
+        if result.lost_tokens:
+            data.lost_tokens[name] = result.lost_tokens
+            logger.warning(
+                "%s dataset: %d of %d tokens that would train are cut off or left out",
+                name,
+                result.lost_tokens,
+                result.trained_tokens + result.lost_tokens,
+            )
         return result.dataset
 
     if train is not None:
@@ -97,6 +107,19 @@ def prepare_data(
         else:
             check_one_batch(data.train, args)
     return data
+
+
+def packing_of(strategy: Strategy, args: StrategyArguments, *, evaluation: bool) -> str | None:
+    """How a dataset of given texts is packed, as `encode_dataset` takes it; None for other datasets, too."""
+    packed, how = strategy.packed and args.max_length is not None, None
+    if isinstance(args, TextArguments):
+        how = args.packing_strategy
+        packed = packed if args.packing is None else args.packing
+        if evaluation and args.eval_packing is not None:
+            packed = args.eval_packing
+    if packed:
+        return how or ("bfd_split" if strategy.packed else "bfd")
+    return "pieces" if strategy.packed else None
 
 
 def check_one_rollout(dataset: Dataset, args: OnlineArguments) -> None:

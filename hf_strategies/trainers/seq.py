@@ -7,12 +7,12 @@ from typing import Any
 
 from hf_strategies.options import option
 from hf_strategies.strategies.seq import SeqOptions
-from hf_strategies.trainers.arguments import StrategyArguments
+from hf_strategies.trainers.arguments import TextArguments
 from hf_strategies.trainers.base import StrategyTrainer
 
 
 @dataclass
-class SeqConfig(SeqOptions, StrategyArguments):
+class SeqConfig(SeqOptions, TextArguments):
     """Config of `SeqTrainer`; ``max_length`` is the number of tokens a packed row is filled up to."""
 
     learning_rate: float = option(2e-5, "Initial learning rate.")

@@ -7,12 +7,12 @@ from typing import Any
 
 from hf_strategies.options import option
 from hf_strategies.strategies.sft import SFTOptions
-from hf_strategies.trainers.arguments import StrategyArguments
+from hf_strategies.trainers.arguments import TextArguments
 from hf_strategies.trainers.base import StrategyTrainer
 
 
 @dataclass
-class SFTConfig(SFTOptions, StrategyArguments):
+class SFTConfig(SFTOptions, TextArguments):
     """Config of `SFTTrainer`."""
 
     learning_rate: float = option(2e-5, "Initial learning rate; about ten times higher is usual with LoRA.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import EOS, PAD, VOCAB, make_tokenizer
+from conftest import EOS, PAD, VOCAB, golden_case, make_tokenizer
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_strategies.data.chat import check_messages
 from hf_strategies.data.formats import collate, encode_dataset
 from hf_strategies.data.rows import read_rows, shape_of, split_pair, with_eos
+from hf_strategies.modeling.stream import Stream
 
 A, B, C, D = (VOCAB[c] for c in "abcd")
 USER, ASSISTANT = VOCAB["<user>"], VOCAB["<assistant>"]
@@ -134,14 +135,35 @@ def test_rows_that_cannot_train_are_counted() -> None:
         encode_dataset(groups, tokenizer, None, min_rows=2)
 
 
-def test_packing_loses_nothing() -> None:
-    tokenizer = make_tokenizer()
+@pytest.mark.parametrize("packing", ["bfd", "bfd_split", "wrapped", "pieces", None])
+def test_packing_loses_nothing_or_says_what(packing: str | None) -> None:
+    """Of 11 tokens (the last is the end) a cut at 6 loses 5, where it does not make pieces."""
     texts = ["abcdefghij", "ab", "abc", "a"]
-    encoded = encode_dataset(Dataset.from_list([{"text": t} for t in texts]), tokenizer, max_length=6, packed=True)
-    pieces = [[*r["prompt_ids"], *r["completion_ids"]] for e in encoded.dataset for r in e["rows"]]
-    whole = sorted(t for text in texts for t in [*(VOCAB[c] for c in text), EOS])
-    assert sorted(t for piece in pieces for t in piece) == whole
+    data = Dataset.from_list([{"text": text} for text in texts])
+    encoded = encode_dataset(data, make_tokenizer(), max_length=6, packing=packing)
+    trained = sorted(token for e in encoded.dataset for r in e["rows"] for token in r["completion_ids"])
+    kept = texts if packing not in (None, "bfd") else ["abcdef", *texts[1:]]
+    ends = 4 if kept is texts else 3
+    assert trained == sorted([EOS] * ends + [VOCAB[c] for text in kept for c in text[1:]])
+    assert (encoded.trained_tokens, encoded.lost_tokens) == (len(trained), 16 - len(trained))
+    assert encoded.lost_tokens == (0 if kept is texts else 5)
     assert all(sum(1 + len(r["completion_ids"]) for r in e["rows"]) <= 6 for e in encoded.dataset)
+    examples = {"bfd": 3, "bfd_split": 4, "wrapped": 4, "pieces": 5, None: 4}[packing]
+    assert len(encoded.dataset) == examples
+
+
+def test_golden_plan_of_packing() -> None:
+    """Bins, what fills them and positions of the tokens, with the document of 11 tokens cut at 8."""
+    case = golden_case("bfd_packing_plan")
+    lengths, capacity = case["inputs"]["lengths"], case["inputs"]["max_packed_len"]
+    data = Dataset.from_list([{"input_ids": [number] * length} for number, length in enumerate(lengths)])
+    encoded = encode_dataset(data, make_tokenizer(), capacity, packing="bfd")
+    bins = [[r["prompt_ids"][0] for r in e["rows"]] for e in encoded.dataset]
+    assert bins == case["right"]["bins"]
+    streams = [Stream.of(collate([example], PAD)["batch"]) for example in encoded.dataset]
+    assert [stream.num_tokens for stream in streams] == case["right"]["fill"]
+    assert [stream.position_ids[0].tolist() for stream in streams] == case["right"]["position_ids"]
+    assert (encoded.lost_tokens, dict(encoded.dropped)) == (3, {})
 
 
 @pytest.mark.parametrize(
@@ -204,15 +226,16 @@ def test_scored_groups_are_checked(changes: dict[str, Any], message: str) -> Non
         ({"input_ids": [True, False]}, r"input_ids\[0\]=True: allowed is a whole number"),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
-def test_columns_of_another_type(example: dict[str, Any], message: str, packed: bool) -> None:
+@pytest.mark.parametrize("packing", [None, "bfd_split"])
+def test_columns_of_another_type(example: dict[str, Any], message: str, packing: str | None) -> None:
     """Tokenizers take a list for several texts, and templates write None: both would train on something else."""
     good = {"text": "a", "prompt": chat("a"), "completion": "b", "messages": chat("a"), "input_ids": [1, 2]}
     if "content" not in str(example) and isinstance(example.get("prompt"), str):
         good["prompt"] = "a"
     with pytest.raises(ValueError, match=f"^dataset row 0: {message}"):
-        encode_dataset(Dataset.from_list([example]), make_tokenizer(), None, packed=packed, scored=False)
-    encode_dataset(Dataset.from_list([{name: good[name] for name in example}]), make_tokenizer(), None, packed=packed)
+        encode_dataset(Dataset.from_list([example]), make_tokenizer(), None, packing=packing, scored=False)
+    whole = Dataset.from_list([{name: good[name] for name in example}])
+    encode_dataset(whole, make_tokenizer(), None, packing=packing)
 
 
 def test_pairs_that_lack_their_prompt() -> None:
@@ -330,9 +353,9 @@ def test_every_reason_is_counted() -> None:
     encoded = encode_dataset(documents, tokenizer, None)
     assert dict(encoded.dropped) == {"empty": 1, "empty_completion": 1}
     assert len(encoded.dataset) == 2
-    packed = encode_dataset(documents, tokenizer, 2, packed=True)
-    assert dict(packed.dropped) == {"empty": 1, "one_token_piece": 2}  # [A], and the C of [A, B, C]
-    assert len(packed.dataset) == 2
+    packed = encode_dataset(documents, tokenizer, 2, packing="bfd_split")
+    assert dict(packed.dropped) == {"empty": 1, "empty_completion": 1}
+    assert len(packed.dataset) == 3  # of [A, B, C]: [A, B] and [B, C]
     tokenizer.eos_token = None
     pairs = Dataset.from_list(
         [

@@ -141,14 +141,14 @@ def test_config_holds_both_kinds_of_options(own: ModuleType) -> None:
 
 
 def test_documents_are_packed_by_name_as_by_class() -> None:
-    # 20 tokens, at most 8 in a row: cut short, the document would lose 12 of them.
+    # 20 tokens, at most 8 in a row: cut short, the document would lose 12 of them. Pieces share a token.
     data = [{"input_ids": list(range(6, 26))}, {"input_ids": [7]}, {"input_ids": [8, 9]}]
     trainer, _ = trainer_of("seq", data, max_length=8)
     examples = [example["rows"] for example in trainer.train_dataset]
     tokens = [[*row["prompt_ids"], *row["completion_ids"]] for rows_of in examples for row in rows_of]
-    assert sorted(tokens) == [list(range(6, 14)), [8, 9], list(range(14, 22)), list(range(22, 26))]
+    assert sorted(tokens) == [list(range(6, 14)), [8, 9], list(range(13, 21)), list(range(20, 26))]
     assert [len(rows_of) for rows_of in examples] == [1, 1, 2]
-    assert trainer.dropped == {"train": {"one_token_piece": 1}}
+    assert trainer.dropped == {"train": {"empty_completion": 1}}
 
 
 def test_rules_of_the_table_hold_for_own_strategies(own: ModuleType) -> None:
