@@ -176,8 +176,9 @@ def _solution(expression: str, total: int) -> dict[str, str]:
 
 
 def _wrong(total: int, noise: random.Random) -> int:
-    """A sum that is off by a slip: one unit, or a ten."""
-    return total + noise.choice((-10, -2, -1, 1, 2, 10))
+    """A sum that is off by a slip, a unit or two or a ten, and has as many digits: its length tells nothing."""
+    sums = (total + slip for slip in (-10, -2, -1, 1, 2, 10))
+    return noise.choice([value for value in sums if len(str(value)) == len(str(total))])
 
 
 def _divided_problems(seed: int, train: int, heldout: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -20,7 +20,11 @@ from hf_strategies.reporting.completions import completions_table
 from hf_strategies.trainers import GRPOConfig, GRPOTrainer, StrategyTrainer
 
 # Measures of offline strategies, where they report them, and what they are called here.
-MEASURES = {"eval_loss": "loss", "eval_rewards/accuracies": "pairs ranked rightly"}
+MEASURES = {
+    "eval_loss": "loss",
+    "eval_rewards/accuracies": "pairs ranked rightly",
+    "eval_logps/accuracies": "better answer likelier",
+}
 SAMPLED_TOKENS = 20
 
 

@@ -196,4 +196,5 @@ class DPO(Strategy):
             "rewards/accuracies": Mean.of((chosen > rejected).to(chosen.dtype), every_pair),
             "logps/chosen": Mean.of(logps[:, 0], every_pair),
             "logps/rejected": Mean.of(logps[:, 1], every_pair),
+            "logps/accuracies": Mean.of((logps[:, 0] > logps[:, 1]).to(logps.dtype), every_pair),
         }

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from hf_strategies.data.demo import HIGH, LOW, Task, demo_task, divided_numbers, messages
+from hf_strategies.data.demo import HIGH, LOW, Task, demo_pairs, demo_task, divided_numbers, messages
 from hf_strategies.data.reasoning import (
     AccuracyReward,
     create_task,
@@ -46,6 +46,22 @@ def test_numbers_are_divided_without_rest() -> None:
     train, heldout = divided_numbers()
     assert not set(train) & set(heldout)
     assert sorted(train + heldout) == list(range(LOW, HIGH + 1))
+
+
+def test_the_answers_of_a_pair_differ_in_their_sum_alone() -> None:
+    """Neither length nor form tells which one is right, and the held-out operands are not in training."""
+    pairs = demo_pairs(seed=0)
+    for row in [*pairs.train, *pairs.heldout]:
+        left, _, right = question(row).split()
+        (chosen,), (rejected,) = ([turn["content"] for turn in row[side]] for side in ("chosen", "rejected"))
+        total = int(left) + int(right)
+        wrong = int(rejected.rsplit(" ", 1)[1])
+        assert chosen == f"{left} + {right} = {total}\nAnswer: {total}"
+        assert rejected == f"{left} + {right} = {wrong}\nAnswer: {wrong}"
+        assert wrong != total
+        assert len(chosen) == len(rejected)
+    seen = set().union(*map(operands, pairs.train))
+    assert not seen & set().union(*map(operands, pairs.heldout))
 
 
 def test_no_held_out_number_occurs_in_training_or_in_the_example(task: Task) -> None:

@@ -34,7 +34,7 @@ OFFLINE = ("dpo", "grpo_offline", "seq", "sft")
 ONLINE = ("grpo", "online_dpo", "ppo")
 # What the recipe measures; an untrained tiny model answers nothing right, so sampled scores are there but 0.
 MEASURES = {
-    "dpo": ("loss", "pairs_ranked_rightly", "held_out"),
+    "dpo": ("loss", "pairs_ranked_rightly", "better_answer_likelier", "held_out"),
     "grpo_offline": ("loss", "held_out"),
     "seq": ("loss",),
     "sft": ("loss", "held_out"),

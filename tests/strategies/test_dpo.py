@@ -56,6 +56,7 @@ def test_loss_gradient_and_metrics_by_hand() -> None:
             "rewards/accuracies": 0.5,
             "logps/chosen": -1.5 - 1.0 + 0.0,  # (-2 - 1) for row 0, -2 for row 2: (-3 + -2) / 2
             "logps/rejected": (-3.0 - 3.0) / 2,
+            "logps/accuracies": 0.5,  # -3 is not above -3, -2 is
         },
         abs=1e-14,
     )
@@ -74,6 +75,8 @@ def test_length_normalised_by_hand() -> None:
         [[-a / 2, -a / 2, 0.0, 0.0], [a, 0.0, 0.0, 0.0], [-b, 0.0, 0.0, 0.0], [b / 3, b / 3, 0.0, b / 3]],
     )
     assert number(metrics["logps/rejected"]) == pytest.approx((-3.0 - 1.0) / 2, abs=1e-14)
+    # -1.5 above -3, where the sums tie; -2 below -1.
+    assert number(metrics["logps/accuracies"]) == 0.5
 
 
 def test_first_step_from_the_reference() -> None:
@@ -85,6 +88,8 @@ def test_first_step_from_the_reference() -> None:
     close(loss, LN2)
     assert number(metrics["rewards/margins"]) == 0.0
     assert number(metrics["rewards/accuracies"]) == 0.0
+    # The policy is asked without the reference: the chosen row is a tie in one pair, and likelier in the other.
+    assert number(metrics["logps/accuracies"]) == 0.5
 
 
 def test_blank_rows_make_no_pair() -> None:
