@@ -35,6 +35,16 @@ def prefill(prompts: Sequence[Sequence[int]], device: torch.device) -> KeptStrea
     return stream
 
 
+def in_attention(states: Tensor) -> Tensor:
+    """Queries, keys or values in the precision in which attention computes.
+
+    A processor multiplies many small matrices of half precision more slowly than those of float32, and converts what
+    it multiplies each time.
+    """
+    half = states.dtype in (torch.bfloat16, torch.float16)
+    return states.float() if half and states.device.type == "cpu" else states
+
+
 class Decoding:
     """Keys and values while rows are decoded, token by token.
 
@@ -69,7 +79,9 @@ class Decoding:
         shape = (len(lengths), self.longest)
         # [B, K, P, D], padded on the right by repeating the last token, which is masked.
         self.shared = {
-            layer: tuple(states.index_select(0, index).unflatten(0, shape).transpose(1, 2) for states in kept)
+            layer: tuple(
+                in_attention(states.index_select(0, index)).unflatten(0, shape).transpose(1, 2) for states in kept
+            )
             for layer, kept in prompts.kept.items()
         }
         # [B, K, width, capacity, D]
@@ -131,6 +143,8 @@ class Decoding:
         rows, heads, _, size = query.shape
         kv_heads = key.shape[1]
         repeats = heads // kv_heads
+        dtype = value.dtype
+        query, key, value = in_attention(query), in_attention(key), in_attention(value)
         keys, values = self._own(layer, key, value)
         shared_keys, shared_values = self.shared[layer]
         queries = self._grid(query.view(rows, kv_heads, repeats, size)).contiguous()  # [B, K, width, repeats, D]
@@ -140,7 +154,7 @@ class Decoding:
         weights = rules.weights(scores, self._visible(rules.window), size, (kv_heads, 1, repeats)).to(value.dtype)
         shared_weights, own_weights = weights.split([self.longest, self.step + 1], dim=-1)
         out = (shared_weights.flatten(2, 3) @ shared_values).unflatten(2, together) + own_weights @ values
-        out = out.transpose(1, 2).reshape(-1, 1, heads, out.shape[-1])
+        out = out.transpose(1, 2).reshape(-1, 1, heads, out.shape[-1]).to(dtype)
         return out if self.cells is None else out.index_select(0, self.cells)
 
     def _own(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

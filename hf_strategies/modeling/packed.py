@@ -6,15 +6,18 @@ itself up to twice as fast as plain ones; what is computed is the same product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache, partial
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 # Smaller weights stay in the processor's cache either way.
 SMALLEST_PACKED = 2**16
+# Names of layers that models give the same input, one after another.
+READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -42,22 +45,77 @@ def can_pack(dtype: torch.dtype) -> bool:
     return bool(torch.allclose(result.double(), expected, atol=20 * torch.finfo(dtype).eps))
 
 
-def packed_forward(layer: nn.Linear) -> Callable[[Tensor], Tensor] | None:
-    """What stands in for a layer's forward, without gradient; None where there is nothing to gain.
+class SharedInput:
+    """One product for several layers that read the same input, as those of queries, keys and values do.
+
+    The first layer that is called computes for all of them; each of the others takes what lies ready for it. A layer
+    that is given another tensor computes anew, so what comes out is right in any order of calls, as long as nobody
+    writes into an input that others still have to read.
 
     Args:
-        layer: whose weight is copied as it is now; its bias is read when it is used.
+        layers: with weights [out_i, in], which are copied as they are now, with the biases.
     """
-    weight = layer.weight.data
-    packable = weight.device.type == "cpu" and weight.numel() >= SMALLEST_PACKED and can_pack(weight.dtype)
-    return partial(packed_linear, pack(weight), layer.bias) if packable else None
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        zeros = [layer.weight.new_zeros(layer.out_features) for layer in layers]
+        biases = [zero if layer.bias is None else layer.bias.data for zero, layer in zip(zeros, layers, strict=True)]
+        self.bias = None if all(layer.bias is None for layer in layers) else torch.cat(biases)
+        self.sizes = [layer.out_features for layer in layers]
+        self.packed = pack(torch.cat([layer.weight.data for layer in layers]))
+        self._input: Tensor | None = None
+        self._ready: dict[int, Tensor] = {}
+
+    def product(self, index: int, inputs: Tensor) -> Tensor:
+        """What layer ``index`` makes of ``inputs`` [..., in]."""
+        if inputs is not self._input or index not in self._ready:
+            self._input = inputs
+            self._ready = dict(enumerate(packed_linear(self.packed, self.bias, inputs).split(self.sizes, dim=-1)))
+        result = self._ready.pop(index)
+        if not self._ready:
+            self._input = None  # nothing of a long prompt stays behind
+        return result
 
 
-def plain_linears(model: nn.Module) -> dict[int, list[nn.Linear]]:
-    """The layers of a model that are products with a weight and nothing else, by the id of that weight."""
-    found: dict[int, list[nn.Linear]] = {}
-    for module in model.modules():
-        # A forward of its own, or a weight of its own kind, means that someone else computes the product.
-        if type(module) is nn.Linear and "forward" not in module.__dict__ and type(module.weight) is nn.Parameter:
-            found.setdefault(id(module.weight), []).append(module)
+def packed_forwards(layers: Sequence[nn.Linear]) -> list[Callable[[Tensor], Tensor]] | None:
+    """What stands in for the forwards of layers with the same input, without gradient; None: nothing to gain.
+
+    Args:
+        layers: one or more of the lists of `linears_by_input`. Weights are copied as they are now.
+    """
+    weights = [layer.weight.data for layer in layers]
+    same = len({(weight.dtype, weight.device) for weight in weights}) == 1
+    size = sum(weight.numel() for weight in weights)
+    if not same or weights[0].device.type != "cpu" or size < SMALLEST_PACKED or not can_pack(weights[0].dtype):
+        return None
+    if len(layers) == 1:
+        return [partial(packed_linear, pack(weights[0]), layers[0].bias)]
+    shared = SharedInput(layers)
+    return [partial(shared.product, index) for index in range(len(layers))]
+
+
+def linears_by_input(model: nn.Module, without: Iterable[int] = ()) -> list[list[nn.Linear]]:
+    """The layers of a model that are products with a weight and nothing else, those with the same input together.
+
+    Args:
+        model: any.
+        without: ids of layers to leave out.
+    """
+    found: list[list[nn.Linear]] = []
+    seen = set(without)
+    for parent in model.modules():
+        plain = {name: layer for name, child in parent.named_children() if (layer := _plain(child, seen))}
+        seen.update(map(id, plain.values()))  # an adapted layer is met again within its adapter
+        for names in READ_TOGETHER:
+            if all(name in plain for name in names):
+                found.append([plain.pop(name) for name in names])
+        found.extend([layer] for layer in plain.values())
     return found
+
+
+def _plain(child: nn.Module, without: Container[int]) -> nn.Linear | None:
+    """The plain layer that a child is, or that its adapter wraps."""
+    layer = child.get_base_layer() if isinstance(child, BaseTunerLayer) else child
+    # A subclass, a forward of its own or a weight of its own kind means that someone else computes the product.
+    if not isinstance(layer, nn.Linear) or type(layer) is not nn.Linear or "forward" in layer.__dict__:
+        return None
+    return layer if type(layer.weight) is nn.Parameter and id(layer) not in without else None

@@ -7,7 +7,7 @@ would leave rounding behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from hf_strategies.modeling.packed import packed_forward, plain_linears
+from hf_strategies.modeling.packed import linears_by_input, packed_forwards
 
 
 @contextmanager
@@ -35,35 +35,53 @@ def sampling_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[b
     """
     layers = (_mergeable(model) if isinstance(model, PeftModel) else None) or []
     adapted = {id(layer.get_base_layer().weight): layer for layer in layers}
-    parameters = list(model.parameters())
-    own: list[Tensor] = [parameter.data for parameter in parameters]
-    linears = plain_linears(model)
-    for merged in layers:
-        for unused in (merged.lora_A, merged.lora_B):
-            linears.pop(id(unused[model.active_adapter].weight), None)
+    own: dict[Tensor, Tensor] = {parameter: parameter.data for parameter in model.parameters()}
+
+    def convert(parameter: Tensor) -> None:
+        layer, data = adapted.get(id(parameter)), own[parameter]
+        if layer is not None:
+            data = layer.get_delta_weight(model.active_adapter).add_(data)
+        parameter.data = data.to(dtype) if dtype is not None and parameter.is_floating_point() else data
+
+    unread = [id(part[model.active_adapter]) for layer in layers for part in (layer.lora_A, layer.lora_B)]
+    packable = linears_by_input(model, without=unread)
+    weights = {id(layer.weight) for together in packable for layer in together}
     with ExitStack() as contexts:
-        contexts.callback(_put_back, parameters, own)
+        contexts.callback(_put_back, own)
         with torch.no_grad():
-            for parameter, data in zip(parameters, own, strict=True):
-                layer = adapted.get(id(parameter))
-                if layer is not None:
-                    parameter.data = layer.get_delta_weight(model.active_adapter).add_(data)
-                if dtype is not None and parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
-                for linear in linears.get(id(parameter), ()):
-                    forward = packed_forward(linear)
-                    if forward is not None:
-                        linear.__dict__["forward"] = forward
-                        contexts.callback(linear.__dict__.pop, "forward")
-                        if dtype is None:
-                            parameter.data = data  # the packed copy is the one that is read
-        if layers:
-            contexts.enter_context(model.disable_adapter())
+            for parameter in own:
+                if id(parameter) not in weights:
+                    convert(parameter)
+            for together in packable:
+                for linear in together:
+                    convert(linear.weight)
+                forwards = packed_forwards(together)
+                if forwards is None:
+                    continue
+                for linear, forward in zip(together, forwards, strict=True):
+                    contexts.enter_context(_calling(linear, forward))
+                    if dtype is None:
+                        linear.weight.data = own[linear.weight]  # the packed copy is the one that is read
+        for layer in layers:
+            contexts.enter_context(_calling(layer, layer.get_base_layer()))
         yield bool(layers)
 
 
-def _put_back(parameters: list[nn.Parameter], own: list[Tensor]) -> None:
-    for parameter, data in zip(parameters, own, strict=True):
+@contextmanager
+def _calling(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside this context something else computes a module's forward."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before
+
+
+def _put_back(own: Mapping[Tensor, Tensor]) -> None:
+    for parameter, data in own.items():
         parameter.data = data
 
 
