@@ -17,7 +17,8 @@ from hf_strategies.cli.arguments import ModelArguments, RewardArguments
 from hf_strategies.cli.parser import StrategyParser
 from hf_strategies.data.arguments import DataArguments
 from hf_strategies.data.sources import load_rows
-from hf_strategies.modeling.policy import check_sizes, load_tokenizer, read_config
+from hf_strategies.modeling.policy import check_sizes, read_config
+from hf_strategies.modeling.tokenizer import adapt_tokenizer, load_tokenizer
 from hf_strategies.options import Options, option
 from hf_strategies.reporting.tokens import LEGEND, histogram, token_lines, tokens_of
 from hf_strategies.strategies import get_entry
@@ -64,7 +65,9 @@ def inspect(argv: Sequence[str]) -> None:
     rows = _first_examples(rows, shown.max_examples)
     init_kwargs = args.from_pretrained_kwargs
     config = read_config(model.policy, init_kwargs)
-    tokenizer = load_tokenizer(model.policy, args.trust_remote_code)
+    tokenizer = adapt_tokenizer(
+        load_tokenizer(model.policy, args.trust_remote_code), args.chat_template_path, args.eos_token, args.pad_token
+    )
     strategy_class = get_entry(shown.strategy).strategy
     strategy = strategy_class(strategy_options(args, strategy_class.Options))
     check_sizes(config, tokenizer)

@@ -1,28 +1,30 @@
-"""From texts and conversations to token ids."""
+"""Messages and prompts of dataset rows: checked, and brought to one form."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 Messages = list[dict[str, Any]]
+
+# Speakers of conversations in the ShareGPT form.
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
 
 
 def is_conversation(value: Any) -> bool:
     """Whether a column value is a list of chat messages."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
-
-
-def require_chat_template(tokenizer: Any) -> None:
-    """Raise unless the tokenizer can render conversations.
-
-    Raises:
-        ValueError: no chat template.
-    """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
-            "the dataset holds conversations, but the tokenizer has no chat_template: set tokenizer.chat_template, "
-            "use an instruction-tuned model, or give plain text"
-        )
 
 
 def check_messages(messages: Any, name: str) -> None:
@@ -60,33 +62,74 @@ def check_text(value: Any, name: str) -> str:
     return value
 
 
-def encode_text(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:
-    """Token ids of a text; with ``special_tokens`` the tokenizer adds its beginning-of-sequence token."""
-    return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
-
-
-def render(
-    tokenizer: Any,
-    messages: Messages,
-    *,
-    generation_prompt: bool,
-    **template_kwargs: Any,
-) -> list[int]:
-    """Token ids of a conversation under the tokenizer's chat template."""
-    require_chat_template(tokenizer)
-    # Rendered and then encoded, so that the return type does not depend on the transformers version.
-    text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=generation_prompt,
-        **template_kwargs,
-    )
-    return encode_text(tokenizer, text, special_tokens=False)
+def check_answer(answer: Any, name: str) -> None:
+    """Raise unless a column holds a text or messages."""
+    if is_conversation(answer):
+        check_messages(answer, name)
+    else:
+        check_text(answer, name)
 
 
 def as_messages(value: Any, role: str) -> Messages:
     """A conversation as it is, a text as a single message."""
     return value if is_conversation(value) else [{"role": role, "content": value}]
+
+
+def normalised(example: dict[str, Any]) -> dict[str, Any]:
+    """A row with every conversation in one form: lists of ``from`` and ``value`` become messages.
+
+    A column ``conversations`` counts as ``messages``. The caller's row stays as it is.
+
+    Raises:
+        ValueError: a speaker that is not known (the message lists those that are).
+    """
+    converted = {name: _converted(value, name) for name, value in example.items()}
+    if "conversations" in converted and converted.get("messages") is None:
+        converted["messages"] = converted.pop("conversations")
+    return converted
+
+
+def _converted(value: Any, name: str) -> Any:
+    is_sharegpt = (
+        isinstance(value, list) and bool(value) and isinstance(value[0], dict) and {"from", "value"} <= set(value[0])
+    )
+    if not is_sharegpt or "role" in value[0]:
+        return value
+    for i, turn in enumerate(value):
+        if turn.get("from") not in ROLES:
+            raise ValueError(f"{name}[{i}]['from']={turn.get('from')!r}: allowed are {', '.join(ROLES)}")
+    return [{"role": ROLES[turn["from"]], "content": turn.get("value")} for turn in value]
+
+
+def template_arguments(example: dict[str, Any]) -> dict[str, Any]:
+    """What a row's columns ``tools`` and ``chat_template_kwargs`` hand to the chat template; either may be JSON.
+
+    Raises:
+        ValueError: tools that are no list, or arguments that are no dict.
+    """
+    arguments: dict[str, Any] = {}
+    for name, kind, allowed in (("chat_template_kwargs", dict, "a dict"), ("tools", list, "a list of tools")):
+        given = example.get(name)
+        value = given
+        if isinstance(given, str):
+            try:
+                value = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{name}={given!r} is no JSON: {error}") from None
+        if not value:
+            continue
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={given!r}: allowed is {allowed}")
+        # Columns of a table have the same keys in every row, None where a row did not have them.
+        clean = _without_none(value)
+        arguments |= clean if name == "chat_template_kwargs" else {"tools": clean}
+    return arguments
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def prompt_of(example: dict[str, Any]) -> str | Messages:
@@ -98,6 +141,7 @@ def prompt_of(example: dict[str, Any]) -> str | Messages:
         KeyError: none of these columns; the message lists those there are.
         ValueError: a column that holds neither a text nor messages.
     """
+    example = normalised(example)
     if example.get("prompt") is not None:
         return example["prompt"]
     if example.get("messages") is not None:
@@ -117,25 +161,3 @@ def described(example: dict[str, Any]) -> str:
     """Columns of a dataset row, and which of them are empty."""
     empty = sorted(name for name, value in example.items() if value is None)
     return f"{sorted(example)}" + (f", of which None are {empty}" if empty else "")
-
-
-def encode_prompt(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any) -> list[int]:
-    """Token ids a completion is conditioned on; a conversation ends with the opening of the assistant's turn.
-
-    Raises:
-        ValueError: an empty prompt, a conversation without a chat template, or one that is answered already.
-    """
-    if is_conversation(prompt):
-        check_messages(prompt, "prompt")
-        if prompt[-1]["role"] == "assistant":  # type: ignore[index]
-            raise ValueError(
-                "the prompt ends with an assistant turn: leave it out, or give it in another column if it is an answer"
-            )
-        ids = render(tokenizer, prompt, generation_prompt=True, **template_kwargs)  # type: ignore[arg-type]
-    elif isinstance(prompt, str):
-        ids = encode_text(tokenizer, prompt)
-    else:
-        raise ValueError(f"prompt: got {type(prompt).__name__}, allowed are a text or a list of messages")
-    if not ids:
-        raise ValueError(f"prompt {prompt!r} has no tokens")
-    return ids

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
+from datasets.fingerprint import Hasher
 
 from hf_strategies.batch import Batch, Row
-from hf_strategies.data.chat import encode_prompt, prompt_of
+from hf_strategies.data.chat import prompt_of
 from hf_strategies.data.packing import SPLITTING, pack
-from hf_strategies.data.rows import read_rows, shape_of
+from hf_strategies.data.rows import Reading, columns_read, read_example, shape_of
+from hf_strategies.data.truncation import size_of, truncated
+
+ROW = {
+    "prompt_ids": List(Value("int64")),
+    "completion_ids": List(Value("int64")),
+    "loss_mask": List(Value("bool")),
+    "reward": Value("float64"),
+    "old_logprobs": List(Value("float64")),
+    "truncated": Value("bool"),
+}
+# What is known of an encoded example beside its rows.
+ABOUT = ("reason", "present", "trained", "longest", "largest_id", "recorded")
+FEATURES = Features(
+    {"rows": List(ROW), "reason": Value("string"), **{name: Value("int64") for name in ABOUT if name != "reason"}}
+)
 
 
 @dataclass
@@ -36,6 +52,64 @@ class Encoded:
     lost_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class ExampleEncoder:
+    """Encodes one example of a dataset after the other.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        reading: how a row becomes tokens.
+        max_length: most tokens of a row; None: no cut.
+        truncation_mode: what becomes of longer rows, see `truncation`.
+        min_rows: rows an example must have (2 for groups).
+        name: of the dataset, for messages.
+    """
+
+    tokenizer: Any
+    reading: Reading
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+    min_rows: int = 1
+    name: str = "dataset"
+
+    def __call__(self, example: dict[str, Any], number: int) -> dict[str, Any]:
+        """Rows of an example as plain fields, and what `ABOUT` names; ``reason`` is empty where they train.
+
+        Raises:
+            ValueError: an example that contradicts itself (naming its number).
+        """
+        try:
+            read = read_example(example, self.tokenizer, self.reading)
+            rows, reason = read.rows, None if read.rows else "empty"
+            if rows and self.max_length is not None:
+                bos = self.tokenizer.bos_token_id
+                rows, reason = truncated(read, self.max_length, self.truncation_mode, bos)
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{self.name} row {number}: {error}") from error
+        reason = reason or _untrainable(rows, self.min_rows)
+        present = count_trained(read.rows)
+        rows = [] if reason else rows
+        return {
+            "rows": [{name: _plain(getattr(row, name)) for name in ROW} for row in rows],
+            "reason": reason or "",
+            "present": present,
+            "trained": count_trained(rows),
+            "longest": max(map(size_of, rows), default=0),
+            "largest_id": max((token for row in rows for token in (*row.prompt_ids, *row.completion_ids)), default=0),
+            "recorded": int(any(row.old_logprobs is not None for row in rows)),
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with everything that rows are made from: tokenizer, template and options."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        words = backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items())
+        template = getattr(self.tokenizer, "chat_template", None)
+        special = sorted((name, str(token)) for name, token in self.tokenizer.special_tokens_map.items())
+        options = asdict(replace(self, tokenizer=None))
+        return Hasher.hash([words, template, special, options])
+
+
 def encode_dataset(
     dataset: Dataset,
     tokenizer: Any,
@@ -43,99 +117,93 @@ def encode_dataset(
     *,
     min_rows: int = 1,
     packing: str | None = None,
-    scored: bool | None = None,
+    truncation_mode: str = "keep_start",
+    reading: Reading | None = None,
+    num_proc: int | None = None,
     name: str = "dataset",
 ) -> Encoded:
     """Encode every example; what cannot train is left out and counted.
 
+    The result of a dataset that lies in files is kept in datasets' cache, until the rows, the tokenizer, its chat
+    template or an option change.
+
     Args:
         dataset: examples in one of the shapes of `data.rows`.
         tokenizer: the model's tokenizer.
-        max_length: most tokens of a row; longer completions are cut, a prompt that leaves no room drops the example.
-            Of a packed row it is the length, of one that is cut into pieces the length of these; None: neither.
+        max_length: most tokens of a row. Of a packed row it is the length, of one that is cut into pieces the length
+            of these; None: neither.
         min_rows: rows an example must have (2 for groups).
         packing: how rows share examples and what becomes of long ones, see `data.packing`; None: every example has its
-            own rows, and long ones are cut off.
-        scored: whether rows must carry rewards, see `shape_of`.
+            own rows, and long ones are what ``truncation_mode`` says.
+        truncation_mode: see `truncation`.
+        reading: how a row becomes tokens.
+        num_proc: processes that encode; None: this one.
         name: of the dataset, for messages.
 
     Raises:
         ValueError: unknown columns, an example that contradicts itself (naming its number), or nothing left.
     """
-    shape_of(dataset.column_names, scored)
-    dropped: Counter[str] = Counter()
-    examples: list[list[Row]] = []
-    splits = packing in SPLITTING
-    present = 0
-    for number, example in enumerate(dataset):
-        try:
-            rows = read_rows(example, tokenizer, scored)
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{name} row {number}: {error}") from error
-        present += _count_trained(rows)
-        reason = None if rows else "empty"
-        if rows:
-            rows, reason = _fit(rows, None if splits else max_length, min_rows)
-        if reason:
-            dropped[reason] += 1
-        else:
-            examples.append(rows)
-    if packing and max_length:
-        examples, dropped["untrained_piece"] = pack([row for rows in examples for row in rows], max_length, packing)
-    if not examples:
-        raise ValueError(f"no row of the {name} can train ({len(dataset)} rows, dropped: {dict(+dropped) or 'none'})")
-    recorded = sum(any(row.old_logprobs is not None for row in rows) for rows in examples)
-    if recorded not in (0, len(examples)):
-        raise ValueError(
-            f"old_logprobs is given in {recorded} of {len(examples)} rows: give it in all of them or none"
-        )
-    trained = sum(_count_trained(rows) for rows in examples)
-    longest = max(len(row.prompt_ids) + len(row.completion_ids) for rows in examples for row in rows)
-    return Encoded(
-        Dataset.from_list([{"rows": [asdict(row) for row in rows]} for rows in examples]),
-        +dropped,
-        longest,
-        max(max(*row.prompt_ids, *row.completion_ids, 0) for rows in examples for row in rows),
-        trained,
-        present - trained,
+    reading = reading or Reading()
+    shape_of(columns_read(dataset.column_names, reading), reading.scored)
+    cut = None if packing in SPLITTING and truncation_mode == "keep_start" else max_length
+    encoder = ExampleEncoder(
+        tokenizer, replace(reading, header=truncation_mode == "keep_end"), cut, truncation_mode, min_rows, name
     )
+    mapped = dataset.map(
+        encoder,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        features=FEATURES,
+        num_proc=num_proc if num_proc and len(dataset) >= num_proc else None,
+        new_fingerprint=Hasher.hash([dataset._fingerprint, encoder.fingerprint]),
+        desc=f"Encoding the {name}",
+    )
+    about = {column: mapped.with_format("numpy")[column][:] for column in ABOUT}
+    dropped = Counter(str(reason) for reason in about["reason"] if reason)
+    kept = [i for i, reason in enumerate(about["reason"]) if not reason]
+    present, recorded = int(sum(about["present"])), int(sum(about["recorded"]))
+    result = mapped.select(kept).select_columns(["rows"]) if dropped else mapped.select_columns(["rows"])
+    if recorded not in (0, len(kept)):
+        raise ValueError(f"old_logprobs is given in {recorded} of {len(kept)} rows: give it in all of them or none")
+    trained, longest = int(sum(about["trained"])), int(max(about["longest"]))
+    if packing and max_length and kept:
+        rows = [Row(**fields) for example in result for fields in example["rows"]]
+        packs, dropped["untrained_piece"] = pack(rows, max_length, packing)
+        trained = sum(count_trained(rows) for rows in packs)
+        longest = max((size_of(row) for rows in packs for row in rows), default=0)
+        result = Dataset.from_list(
+            [{"rows": [{name: _plain(getattr(row, name)) for name in ROW} for row in rows]} for rows in packs],
+            features=Features({"rows": FEATURES["rows"]}),
+        )
+    if len(result) == 0:
+        raise ValueError(f"no row of the {name} can train ({len(dataset)} rows, dropped: {dict(+dropped) or 'none'})")
+    return Encoded(result, +dropped, longest, int(max(about["largest_id"])), trained, present - trained)
 
 
-def _count_trained(rows: list[Row]) -> int:
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else value
+
+
+def count_trained(rows: list[Row]) -> int:
+    """Tokens of rows that train."""
     return sum(len(row.completion_ids) if row.loss_mask is None else sum(row.loss_mask) for row in rows)
 
 
-def _fit(rows: list[Row], max_length: int | None, min_rows: int) -> tuple[list[Row], str | None]:
-    """Rows cut to ``max_length``, or the reason why the example cannot train."""
-    if max_length is not None:
-        if any(len(row.prompt_ids) >= max_length for row in rows):
-            return rows, "prompt_too_long"
-        rows = [_cut_completion(row, max_length - len(row.prompt_ids)) for row in rows]
+def _untrainable(rows: list[Row], min_rows: int) -> str | None:
+    """The reason why an example cannot train."""
     if len(rows) < min_rows:
-        return rows, "group_too_small"
+        return "group_too_small"
     paired = min_rows > 1 and len(rows) == 2
     empty = [not row.completion_ids for row in rows]
     if all(empty) or (paired and any(empty)):
-        return rows, "empty_completion"
+        return "empty_completion"
+    if count_trained(rows) == 0:
+        return "all_masked"
     if paired and list(rows[0].completion_ids) == list(rows[1].completion_ids):
-        return rows, "equal_completions"
+        return "equal_completions"
     if all(row.reward is not None and math.isnan(row.reward) for row in rows):
-        return rows, "no_reward"
-    return rows, None
-
-
-def _cut_completion(row: Row, room: int) -> Row:
-    def shortened(values: Any) -> Any:
-        return None if values is None else list(values)[:room]
-
-    return Row(
-        prompt_ids=row.prompt_ids,
-        completion_ids=list(row.completion_ids)[:room],
-        loss_mask=shortened(row.loss_mask),
-        reward=row.reward,
-        old_logprobs=shortened(row.old_logprobs),
-        truncated=len(row.completion_ids) > room,
-    )
+        return "no_reward"
+    return None
 
 
 def collate(examples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Batch]:
@@ -146,7 +214,9 @@ def collate(examples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Batc
     return {"batch": Batch.from_rows(rows, pad_token_id)}
 
 
-def encode_prompts(dataset: Dataset, tokenizer: Any, name: str = "dataset") -> tuple[Dataset, int]:
+def encode_prompts(
+    dataset: Dataset, tokenizer: Any, name: str = "dataset", reading: Reading | None = None
+) -> tuple[Dataset, int]:
     """Add ``prompt`` and ``prompt_ids`` to a dataset of prompts; the other columns travel along to the rewards.
 
     Returns:
@@ -155,11 +225,12 @@ def encode_prompts(dataset: Dataset, tokenizer: Any, name: str = "dataset") -> t
     Raises:
         ValueError: a row without a usable prompt (naming its number).
     """
+    reading = reading or Reading()
 
     def encode(example: dict[str, Any], number: int) -> dict[str, Any]:
         try:
             prompt = prompt_of(example)
-            return {"prompt": prompt, "prompt_ids": encode_prompt(tokenizer, prompt)}
+            return {"prompt": prompt, "prompt_ids": reading.encoder(tokenizer, example).prompt(prompt)}
         except (ValueError, KeyError) as error:
             message = error.args[0] if error.args else error
             raise ValueError(f"{name} row {number}: {message}") from error

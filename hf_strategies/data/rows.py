@@ -1,50 +1,97 @@
 """Dataset rows in TRL's shapes -> training rows in token ids.
 
-The columns decide; a strategy that learns from rewards reads the first three shapes, any other one the rest:
+The columns decide; a strategy that learns from rewards reads the scored shapes, any other one the plain ones:
 
     prompt, chosen, rejected        a pair: two rows of one prompt, chosen first, rewards 1 and 0
     prompt, completions, rewards    a scored group (optionally old_logprobs, one list per completion)
     chosen, rejected                a pair whose prompt is what both begin with; also where a text column ``prompt``
                                     repeats the first turn of two conversations
+    prompt_ids, chosen_ids, rejected_ids    a pair in token ids; prompt_input_ids and so on are the same
 
-    prompt, completion              the completion trains
-    messages                        a conversation; all of it trains
-    text                            a document; all of it trains
-    input_ids                       a document in token ids
+    input_ids                       a document in token ids; with labels (-100 where a token does not train),
+                                    completion_mask or assistant_masks (1 where it does)
+    prompt, completion              the completion trains, unless ``completion_only_loss`` says otherwise
+    messages                        a conversation (also ``conversations``, with from and value); all of it trains, or
+                                    with ``assistant_only_loss`` what the assistant wrote
+    text                            a document, all of it trains; `Reading.text_field` is the column's name
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hf_strategies.batch import Row
+from hf_strategies.data.answers import encode_completion, generation_prompt_length
 from hf_strategies.data.chat import (
     as_messages,
     check_messages,
     check_text,
     described,
-    encode_prompt,
-    encode_text,
     is_conversation,
-    render,
+    normalised,
+    template_arguments,
 )
+from hf_strategies.data.encoding import Encoder
+from hf_strategies.data.masks import assistant_tokens
+from hf_strategies.data.scored import read_group, read_pair
 
+PAIR_IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 SCORED_SHAPES: tuple[tuple[str, ...], ...] = (
+    PAIR_IDS,
+    ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids"),
     ("prompt", "chosen", "rejected"),
     ("prompt", "completions", "rewards"),
     ("chosen", "rejected"),
 )
 PLAIN_SHAPES: tuple[tuple[str, ...], ...] = (
+    ("input_ids",),
     ("prompt", "completion"),
     ("messages",),
     ("text",),
-    ("input_ids",),
 )
+MASKS = ("labels", "completion_mask", "assistant_masks")
+IGNORED_LABEL = -100
 
 
-# Half precision may round the logarithm of a probability of 1 a little above 0.
-LARGEST_LOGPROB = 1e-2
+@dataclass(frozen=True)
+class Reading:
+    """How rows become tokens.
+
+    Attributes:
+        scored: whether rows must carry rewards (else they must not); None takes either.
+        completion_only_loss: of prompt and completion the completion alone trains; None: as True. True demands rows
+            that have a completion.
+        assistant_only_loss: of messages the assistant's turns alone train.
+        plain_text: see `Encoder`.
+        dataset_text_field: name of the column that takes the place of ``text``.
+        chat_template_kwargs: arguments of the chat template for all rows; a row's own ones go before them.
+        header: also find the end of the prompt that a cut must keep, see `Example`.
+    """
+
+    scored: bool | None = None
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    plain_text: bool = False
+    dataset_text_field: str = "text"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    header: bool = False
+
+    def encoder(self, tokenizer: Any, example: dict[str, Any]) -> Encoder:
+        """The tokenizer with what the chat template is given for a row."""
+        return Encoder(tokenizer, {**self.chat_template_kwargs, **template_arguments(example)}, self.plain_text)
+
+
+class Example(NamedTuple):
+    """A dataset row in token ids.
+
+    Attributes:
+        rows: its rows.
+        header: tokens at the end of the prompt that open the answer; None for documents, which may be cut anywhere.
+    """
+
+    rows: list[Row]
+    header: int | None = None
 
 
 def shape_of(columns: list[str], scored: bool | None = None) -> tuple[str, ...]:
@@ -61,26 +108,61 @@ def shape_of(columns: list[str], scored: bool | None = None) -> tuple[str, ...]:
     for shape in known:
         if set(shape) <= set(columns):
             return shape
-    shapes = "; ".join(", ".join(shape) for shape in known)
+    # Rows in token ids go first where they are there, and are what fewest people look for.
+    shapes = "; ".join(", ".join(shape) for shape in sorted(known, key=lambda shape: shape[-1].endswith("_ids")))
     prompts = scored and "prompt" in columns and not {"chosen", "completions"} & set(columns)
     hint = " (prompts alone are for an online strategy, with reward_funcs)" if prompts else ""
     raise ValueError(f"the dataset has columns {sorted(columns)}; one of these sets is needed: {shapes}{hint}")
 
 
-def read_rows(example: dict[str, Any], tokenizer: Any, scored: bool | None = None) -> list[Row]:
+def columns_read(columns: list[str], reading: Reading) -> list[str]:
+    """Columns under the names they are read by."""
+    names = {"conversations": "messages", reading.dataset_text_field: "text"}
+    return [names.get(column, column) for column in columns if column != "text" or "text" in names]
+
+
+def read_example(example: dict[str, Any], tokenizer: Any, reading: Reading | None = None) -> Example:
     """Token rows of one dataset row.
 
     Args:
-        example: the dataset row.
+        example: the dataset row; it stays as it is.
         tokenizer: the model's tokenizer.
-        scored: see `shape_of`.
+        reading: options.
 
     Raises:
-        ValueError: the row's columns do not fit together (lengths of a scored group, a prompt that is no prefix, ...).
+        ValueError: the row's columns do not fit together (lengths of a scored group, a prompt that is no prefix, ...)
+            or an option has nothing to act on.
     """
+    reading = reading or Reading()
+    example = _renamed(normalised(example), reading.dataset_text_field)
+    shape = _shape_of_row(example, reading.scored)
+    encoder = reading.encoder(tokenizer, example)
+    if "chosen" in shape:
+        prompt, rows = read_pair(example, encoder, has_prompt="prompt" in shape)
+    elif "completions" in shape:
+        prompt, rows = example["prompt"], read_group(example, encoder)
+    elif len(shape) == len(PAIR_IDS):
+        prompt, chosen, rejected = (_check_ids(example[name], name) for name in shape)
+        rows = [Row(prompt, chosen, reward=1.0), Row(prompt, rejected, reward=0.0)]
+        return Example(rows, 1)
+    elif "completion" in shape:
+        return _read_completion(example, encoder, reading)
+    else:
+        return Example(_read_document(example, shape[0], encoder, reading))
+    header = generation_prompt_length(encoder, prompt, list(rows[0].prompt_ids)) if reading.header and rows else 1
+    return Example(rows, header)
+
+
+def _renamed(example: dict[str, Any], text_field: str) -> dict[str, Any]:
+    if text_field == "text" or text_field not in example:
+        return example
+    return {**{k: v for k, v in example.items() if k not in (text_field, "text")}, "text": example[text_field]}
+
+
+def _shape_of_row(example: dict[str, Any], scored: bool | None) -> tuple[str, ...]:
     present = [name for name, value in example.items() if value is not None]
     try:
-        shape = shape_of(present, scored)
+        return shape_of(present, scored)
     except ValueError:
         if len(present) < len(example):
             shape = shape_of(list(example), scored)  # what the dataset has, if the row had it too
@@ -89,80 +171,75 @@ def read_rows(example: dict[str, Any], tokenizer: Any, scored: bool | None = Non
                 "needed"
             ) from None
         raise
-    if "chosen" in shape:
-        pair = example
-        if "prompt" not in shape and "prompt" in example:
-            # Without the column both answers hold the prompt; a row that lacks it is another thing.
-            raise ValueError("prompt=None: allowed are a text or a list of messages, or no such column in the dataset")
-        if "prompt" not in shape or (isinstance(example["prompt"], str) and _opens(example["chosen"])):
-            pair = split_pair(example["chosen"], example["rejected"])
-        prompt_ids = encode_prompt(tokenizer, pair["prompt"])
-        return [
-            Row(prompt_ids, encode_completion(tokenizer, pair["prompt"], prompt_ids, pair[side], side), reward=reward)
-            for side, reward in (("chosen", 1.0), ("rejected", 0.0))
-        ]
-    if "completions" in shape:
-        return _read_group(example, tokenizer)
-    if "completion" in shape:
-        prompt_ids = encode_prompt(tokenizer, example["prompt"])
-        return [
-            Row(
-                prompt_ids,
-                encode_completion(tokenizer, example["prompt"], prompt_ids, example["completion"]),
-            )
-        ]
-    if "messages" in shape:
+
+
+def _read_completion(example: dict[str, Any], encoder: Encoder, reading: Reading) -> Example:
+    prompt, completion = example["prompt"], example["completion"]
+    prompt_ids, ids = encode_completion(encoder, prompt, encoder.prompt(prompt), completion)
+    mask = None
+    if reading.assistant_only_loss:
+        if not is_conversation(prompt):
+            raise ValueError("assistant_only_loss=True needs messages; prompt and completion are texts")
+        whole, trains = assistant_tokens(encoder, prompt + as_messages(completion, "assistant"))
+        if whole[: len(prompt_ids)] != prompt_ids:  # cannot be: both are the same template's
+            raise ValueError("assistant_only_loss=True: the chat template renders the prompt in two ways")
+        if reading.completion_only_loss is False:
+            return Example([masked_row(whole, trains)] if whole else [])
+        mask = trains[len(prompt_ids) : len(prompt_ids) + len(ids)]
+    elif reading.completion_only_loss is False:
+        return Example([document_row([*prompt_ids, *ids])])
+    header = generation_prompt_length(encoder, prompt, prompt_ids) if reading.header else 1
+    return Example([Row(prompt_ids, ids, None if mask is None or all(mask) else mask)], header)
+
+
+def _read_document(example: dict[str, Any], column: str, encoder: Encoder, reading: Reading) -> list[Row]:
+    if reading.completion_only_loss and not (column == "input_ids" and example.get("completion_mask") is not None):
+        raise ValueError(f"completion_only_loss=True needs prompt and completion; the row has {described(example)}")
+    if reading.assistant_only_loss and column == "text":
+        raise ValueError(f"assistant_only_loss=True needs messages; the row has {described(example)}")
+    if column == "input_ids":
+        return _read_ids(example)
+    if column == "messages":
         check_messages(example["messages"], "messages")
-        ids = render(tokenizer, example["messages"], generation_prompt=False)
-    elif "text" in shape:
-        ids = with_eos(tokenizer, encode_text(tokenizer, check_text(example["text"], "text")))
+        if reading.assistant_only_loss:
+            ids, mask = assistant_tokens(encoder, example["messages"])
+            return [masked_row(ids, mask)] if ids else []
+        ids = encoder.conversation(example["messages"], generation_prompt=False)
     else:
-        ids = _check_ids(example["input_ids"])
+        check_text(example["text"], "text")
+        ids = encoder.with_eos(encoder.text(example["text"]))
     return [document_row(ids)] if ids else []
 
 
-def split_pair(chosen: Any, rejected: Any) -> dict[str, Any]:
-    """``prompt``, ``chosen`` and ``rejected`` of a pair that holds its prompt twice.
-
-    Two conversations are divided before the first message that differs, two texts before the first character; a space
-    before it belongs to the answers.
-
-    Raises:
-        ValueError: they begin differently, or one of them is no answer to what both begin with.
-    """
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        _check_answer(answer, name)
-    same = 0
-    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
-        same += 1
-    if isinstance(chosen, str) and chosen[same - 1 : same] == " ":
-        same -= 1
-    if same == 0 or same == min(len(chosen), len(rejected)):
-        raise ValueError(
-            "without a prompt column, chosen and rejected must begin with the same prompt and go on differently "
-            f"(chosen: {chosen!r}, rejected: {rejected!r})"
-        )
-    return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
-
-
-def _opens(answer: Any) -> bool:
-    """Whether an answer is a whole conversation, beginning with the prompt."""
-    return is_conversation(answer) and answer[0]["role"] != "assistant"
+def _read_ids(example: dict[str, Any]) -> list[Row]:
+    ids = _check_ids(example["input_ids"], "input_ids")
+    trains = [True] * len(ids)
+    for name in MASKS:
+        values = example.get(name)
+        if values is None:
+            continue
+        if not isinstance(values, list) or len(values) != len(ids):
+            size = len(values) if isinstance(values, list) else repr(values)
+            raise ValueError(f"{name} has {size} entries for {len(ids)} input_ids")
+        for i, value in enumerate(values):
+            if name == "labels" and value not in (IGNORED_LABEL, ids[i]):
+                raise ValueError(
+                    f"labels[{i}]={value!r}: allowed are {IGNORED_LABEL} and the token itself, {ids[i]} (labels are "
+                    "shifted in the loss)"
+                )
+            if name != "labels" and value not in (0, 1):
+                raise ValueError(f"{name}[{i}]={value!r}: allowed are 0 and 1")
+        flags = [value != IGNORED_LABEL if name == "labels" else bool(value) for value in values]
+        trains = [a and b for a, b in zip(trains, flags, strict=True)]
+    return [masked_row(ids, trains)] if ids else []
 
 
-def _check_answer(answer: Any, name: str) -> None:
-    if is_conversation(answer):
-        check_messages(answer, name)
-    else:
-        check_text(answer, name)
-
-
-def _check_ids(ids: Any) -> list[int]:
+def _check_ids(ids: Any, name: str) -> list[int]:
     if not isinstance(ids, list):
-        raise ValueError(f"input_ids={ids!r}: allowed is a list of token ids")
+        raise ValueError(f"{name}={ids!r}: allowed is a list of token ids")
     if set(map(type, ids)) - {int} or min(ids, default=0) < 0:
         i = next(i for i, token in enumerate(ids) if type(token) is not int or token < 0)
-        raise ValueError(f"input_ids[{i}]={ids[i]!r}: allowed is a whole number >= 0")
+        raise ValueError(f"{name}[{i}]={ids[i]!r}: allowed is a whole number >= 0")
     return ids
 
 
@@ -171,100 +248,8 @@ def document_row(token_ids: list[int]) -> Row:
     return Row(token_ids[:1], token_ids[1:])
 
 
-def with_eos(tokenizer: Any, token_ids: list[int]) -> list[int]:
-    """Token ids that end with exactly one end-of-sequence token, if the tokenizer has one."""
-    eos = tokenizer.eos_token_id
-    return token_ids if eos is None or (token_ids and token_ids[-1] == eos) else [*token_ids, eos]
-
-
-def encode_completion(
-    tokenizer: Any, prompt: Any, prompt_ids: list[int], completion: Any, name: str = "completion"
-) -> list[int]:
-    """Token ids of a completion, encoded on its own so that no token spans the boundary to its prompt.
-
-    A conversational completion is what the chat template appends to the prompt; a text gets an end-of-sequence token.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        prompt: text or messages.
-        prompt_ids: the prompt in token ids.
-        completion: text or messages.
-        name: of the completion's column, for messages.
-
-    Raises:
-        ValueError: a completion that is neither text nor messages, a conversation that answers a text, or a template
-            that renders the prompt differently once an answer follows.
-    """
-    _check_answer(completion, name)
-    if not (is_conversation(prompt) or is_conversation(completion)):
-        return with_eos(tokenizer, encode_text(tokenizer, completion, special_tokens=False))
-    if isinstance(prompt, str):
-        raise ValueError(
-            f"the prompt is a text and its answer a conversation: give both as texts or both as messages ({prompt!r})"
-        )
-    conversation = prompt + as_messages(completion, "assistant")
-    whole = render(tokenizer, conversation, generation_prompt=False)
-    if whole[: len(prompt_ids)] != prompt_ids:
-        raise ValueError(
-            "the chat template renders the prompt differently when an answer follows: prompt and completion cannot "
-            f"be told apart (prompt: {prompt!r})"
-        )
-    answer = whole[len(prompt_ids) :]
-    eos = tokenizer.eos_token_id
-    # Templates put a newline after the closing token; the model is never asked for it.
-    if eos in answer:
-        answer = answer[: len(answer) - answer[::-1].index(eos)]
-    return answer
-
-
-def _read_group(example: dict[str, Any], tokenizer: Any) -> list[Row]:
-    completions, rewards = example["completions"], example["rewards"]
-    for name in ("completions", "rewards"):
-        if not isinstance(example[name], list):
-            raise ValueError(f"{name}={example[name]!r}: allowed is a list, one entry per completion")
-    if len(rewards) != len(completions):
-        raise ValueError(f"rewards has {len(rewards)} entries for {len(completions)} completions")
-    for i, reward in enumerate(rewards):
-        if reward is not None and not isinstance(reward, int | float):
-            raise ValueError(f"rewards[{i}]={reward!r}: allowed is a number or None")
-        if reward is not None and math.isinf(reward):
-            raise ValueError(f"rewards[{i}]={reward!r}: rewards must be finite or None")
-    prompt_ids = encode_prompt(tokenizer, example["prompt"])
-    ids = [
-        encode_completion(tokenizer, example["prompt"], prompt_ids, completion, f"completions[{i}]")
-        for i, completion in enumerate(completions)
-    ]
-    old = example.get("old_logprobs")
-    if old is not None:
-        _check_old_logprobs(old, ids)
-    return [
-        Row(
-            prompt_ids,
-            tokens,
-            reward=float("nan") if reward is None else float(reward),
-            old_logprobs=None if old is None else old[i],
-        )
-        for i, (tokens, reward) in enumerate(zip(ids, rewards, strict=True))
-    ]
-
-
-def _check_old_logprobs(old: Any, ids: list[list[int]]) -> None:
-    if not isinstance(old, list) or len(old) != len(ids):
-        raise ValueError(f"old_logprobs={old!r}: allowed is a list of {len(ids)} lists, one per completion")
-    for i, values in enumerate(old):
-        if not isinstance(values, list):
-            raise ValueError(f"old_logprobs[{i}]={values!r}: allowed is a list, one number per token")
-    got, expected = [len(values) for values in old], [len(tokens) for tokens in ids]
-    if got != expected:
-        raise ValueError(
-            f"old_logprobs shape must match completions: got {got}, expected {expected} (a text is followed by an "
-            "end-of-sequence token)"
-        )
-    for i, values in enumerate(old):
-        for j, value in enumerate(values):
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"old_logprobs must be finite: old_logprobs[{i}][{j}]={value!r}")
-            if value > LARGEST_LOGPROB:
-                raise ValueError(
-                    f"old_logprobs[{i}][{j}]={value!r}: allowed is a number <= 0, the logarithm of a probability"
-                )
+def masked_row(token_ids: list[int], trains: list[bool]) -> Row:
+    """A document of which some tokens train, as a row that begins to train where it can first."""
+    first = next((i for i, flag in enumerate(trains) if flag and i > 0), 1)
+    mask = trains[first:]
+    return Row(token_ids[:first], token_ids[first:], None if all(mask) else mask)

@@ -16,41 +16,12 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-
-
-def load_tokenizer(model: str | nn.Module, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Tokenizer of a model id, path or loaded model; a missing pad token becomes the end-of-sequence token.
-
-    Raises:
-        ValueError: the model does not say where it came from, or the tokenizer has neither pad nor end-of-sequence.
-    """
-    name = model if isinstance(model, str) else model.config._name_or_path  # type: ignore[union-attr]
-    if not name:
-        raise ValueError("processing_class is not given and the model does not say which tokenizer belongs to it")
-    return ensure_pad_token(AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
-
-
-def ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Give the tokenizer a pad token. Safe with pad == eos: masks here never come from ids.
-
-    Raises:
-        TypeError: no tokenizer.
-        ValueError: neither a pad nor an end-of-sequence token.
-    """
-    if not (callable(tokenizer) and hasattr(tokenizer, "pad_token_id")):
-        raise TypeError(f"processing_class: got {type(tokenizer).__name__}, allowed is a tokenizer")
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token is None:
-            raise ValueError("the tokenizer has neither pad_token nor eos_token; set one of them")
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def read_config(model: str | nn.Module, init_kwargs: dict[str, Any]) -> Any:

@@ -11,20 +11,25 @@ from typing import Any, TypeVar
 from transformers import TrainingArguments
 
 from hf_strategies.data.packing import PACKING_STRATEGIES
+from hf_strategies.data.truncation import TRUNCATION_MODES
 from hf_strategies.modeling.forward import ATTENTION_PATHS
 from hf_strategies.options import Options, option
 from hf_strategies.rollout.options import RolloutOptions
 from hf_strategies.strategies import get_entry
 from hf_strategies.strategies.sampler_correction import SamplerCorrectionOptions
 
-T = TypeVar("T", bound=Options)
+T = TypeVar("T")
 
 
 @dataclass
 class StrategyArguments(Options, TrainingArguments):
     """What all strategies share, on top of `transformers.TrainingArguments`."""
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012
+    _VALID_DICT_FIELDS = [  # noqa: RUF012
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "chat_template_kwargs",
+    ]
 
     logging_steps: float = option(10, "Optimizer steps between two logs.")
     remove_unused_columns: bool = option(False, "Kept off: rewards read the dataset's other columns.")
@@ -32,6 +37,23 @@ class StrategyArguments(Options, TrainingArguments):
         1024,
         "Most tokens of a row (prompt and completion) of offline data; unset: no cut.",
     )
+    truncation_mode: str = option(
+        "keep_start",
+        "What becomes of rows longer than max_length: keep_start (the completion's end is cut off), keep_end (the "
+        "beginning of the prompt, or of a document, is), drop, error.",
+    )
+    chat_template_path: str | None = option(
+        None, "Chat template to use: a file, or the folder or Hub id of a tokenizer. Unset: the tokenizer's own."
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = option(
+        None, "Arguments of the chat template, as JSON; a row's column chat_template_kwargs goes before them."
+    )
+    eos_token: str | None = option(None, "End-of-sequence token to use. Unset: the tokenizer's own.")
+    pad_token: str | None = option(None, "Padding token to use. Unset: the tokenizer's own, or its eos_token.")
+    plain_text: bool = option(
+        False, "Read special tokens that texts and messages spell out as plain text, so that no row forges a turn."
+    )
+    dataset_num_proc: int | None = option(None, "Processes that encode given rows; unset: the training process.")
     disable_dropout: bool | None = option(
         None,
         "Set every dropout rate to 0, LoRA's included; unset: where log-probabilities of passes are compared.",
@@ -62,14 +84,20 @@ class StrategyArguments(Options, TrainingArguments):
     trust_remote_code: bool = option(False, "Run code that comes with the model. Never implied.")
 
     def __post_init__(self) -> None:
-        if isinstance(self.model_init_kwargs, str):
-            try:
-                self.model_init_kwargs = json.loads(self.model_init_kwargs)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"model_init_kwargs={self.model_init_kwargs!r} is no JSON: {error}") from None
-        if not isinstance(self.model_init_kwargs, dict | NoneType):
-            raise ValueError(f"model_init_kwargs={self.model_init_kwargs!r}: allowed is a dict, as JSON, or None")
+        for name in ("model_init_kwargs", "chat_template_kwargs"):
+            self._decode(name)
         super().__post_init__()
+
+    def _decode(self, name: str) -> None:
+        given = value = getattr(self, name)
+        if isinstance(given, str):
+            try:
+                value = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{name}={given!r} is no JSON: {error}") from None
+        if not isinstance(value, dict | NoneType):
+            raise ValueError(f"{name}={given!r}: allowed is a dict, as JSON, or None")
+        setattr(self, name, value)
 
     @property
     def from_pretrained_kwargs(self) -> dict[str, Any]:
@@ -102,6 +130,9 @@ class StrategyArguments(Options, TrainingArguments):
             self.require_integer("max_tokens_per_micro_batch", 1)
         if self.max_length is not None:
             self.require_integer("max_length", 2)
+        self.require_one_of("truncation_mode", TRUNCATION_MODES)
+        if self.dataset_num_proc is not None:
+            self.require_integer("dataset_num_proc", 1)
 
     def _require_effect(self) -> None:
         """Refuse what `transformers.TrainingArguments` offers and this trainer cannot do, or would ignore."""
@@ -125,6 +156,7 @@ class StrategyArguments(Options, TrainingArguments):
 class TextArguments(StrategyArguments):
     """What strategies over given texts share: how these fill batches."""
 
+    dataset_text_field: str = option("text", "Column of texts, in the place of text.")
     packing: bool | None = option(
         None, "Put several texts into a row of max_length tokens, where they do not see each other; unset: seq does."
     )
@@ -251,7 +283,7 @@ class OnlineArguments(RolloutOptions, StrategyArguments):
 
 def options_from(args: Any, options: type[T]) -> T:
     """The part of a config that belongs to ``options``; defaults where the config has no such field."""
-    return options(**{f.name: getattr(args, f.name) for f in fields(options) if hasattr(args, f.name)})
+    return options(**{f.name: getattr(args, f.name) for f in fields(options) if hasattr(args, f.name)})  # type: ignore[arg-type]
 
 
 def strategy_options(args: Any, options: type[T]) -> T:

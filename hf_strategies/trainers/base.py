@@ -26,12 +26,11 @@ from hf_strategies.modeling.policy import (
     check_peft_config,
     check_sizes,
     disable_dropout,
-    ensure_pad_token,
     load_policy,
-    load_tokenizer,
     read_config,
 )
 from hf_strategies.modeling.reference import make_reference
+from hf_strategies.modeling.tokenizer import adapt_tokenizer, load_tokenizer
 from hf_strategies.modeling.unwrap import causal_lm_of
 from hf_strategies.reporting.completions import print_completions
 from hf_strategies.reporting.metrics import MetricStore
@@ -63,7 +62,7 @@ logger = logging.getLogger(__name__)
 # What `transformers.Trainer` may be given besides; its other hooks would never be called here.
 TRAINER_ARGUMENTS = ("data_collator", "callbacks", "optimizers", "optimizer_cls_and_kwargs")
 # And where rows are texts whose tokens are labels.
-METRIC_ARGUMENTS = ("compute_metrics", "preprocess_logits_for_metrics")
+TEXT_ARGUMENTS = ("compute_metrics", "preprocess_logits_for_metrics", "formatting_func")
 
 
 class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
@@ -81,7 +80,8 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         ref_model: explicit reference; by default the weights the run starts from.
         peft_config: adapter to train instead of the full model.
         **kwargs: handed to `transformers.Trainer`: callbacks, optimizers, data_collator, optimizer_cls_and_kwargs; for
-            seq and sft also compute_metrics and preprocess_logits_for_metrics, see `modeling.predictions`.
+            seq and sft also compute_metrics and preprocess_logits_for_metrics, see `modeling.predictions`, and
+            formatting_func, which makes a text, messages, or a row of every row of the datasets.
 
     Raises:
         TypeError: an argument that does not exist, or that would have no effect.
@@ -110,7 +110,7 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
     ) -> None:
         entry = get_entry(strategy)
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        known = TRAINER_ARGUMENTS + (METRIC_ARGUMENTS if entry.strategy.labelled else ())
+        known = TRAINER_ARGUMENTS + (TEXT_ARGUMENTS if entry.strategy.labelled else ())
         for name in sorted(kwargs.keys() - set(known)):
             raise TypeError(f"{type(self).__name__}: {name}= is not supported; further ones are {known}")
         args = args if args is not None else config_class(strategy)(output_dir="trainer_output")
@@ -142,9 +142,11 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         # Everything that can be wrong with the data is found before weights are read.
         init_kwargs = args.from_pretrained_kwargs
         config = read_config(model, init_kwargs)
-        tokenizer = ensure_pad_token(processing_class or load_tokenizer(model, args.trust_remote_code))
+        tokenizer = processing_class or load_tokenizer(model, args.trust_remote_code)
+        tokenizer = adapt_tokenizer(tokenizer, args.chat_template_path, args.eos_token, args.pad_token)
         check_sizes(config, tokenizer)
-        data = prepare_data(train_dataset, eval_dataset, tokenizer, self.strategy, args, rollout_args)
+        formatting_func = kwargs.pop("formatting_func", None)
+        data = prepare_data(train_dataset, eval_dataset, tokenizer, self.strategy, args, rollout_args, formatting_func)
         check_sizes(config, tokenizer, data.longest, data.largest_id)
         if ref_model is not None and self.strategy.needs_reference:
             try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -11,13 +12,15 @@ from datasets import Dataset
 from torch.utils.data import IterableDataset
 
 from hf_strategies.data.formats import encode_dataset, encode_prompts
+from hf_strategies.data.packing import SPLITTING
+from hf_strategies.data.rows import Reading
 from hf_strategies.strategies import Strategy
-from hf_strategies.trainers.arguments import OnlineArguments, StrategyArguments, TextArguments
+from hf_strategies.trainers.arguments import OnlineArguments, StrategyArguments, TextArguments, options_from
 
 logger = logging.getLogger(__name__)
 
 # Columns that TRL renders into the prompt and that are not read here.
-UNREAD = ("tools", "chat_template_kwargs", "image", "images")
+UNREAD = ("image", "images")
 
 
 @dataclass
@@ -50,8 +53,11 @@ def prepare_data(
     strategy: Strategy,
     args: StrategyArguments,
     rollout_args: OnlineArguments | None,
+    formatting_func: Callable[[dict[str, Any]], Any] | None = None,
 ) -> RunData:
     """Encode training and evaluation data for a strategy; with ``rollout_args`` the rows are prompts to roll out.
+
+    ``formatting_func`` makes a text, messages, or a whole row of every raw row.
 
     Raises:
         TypeError: something that is no map-style dataset, or a row that is no dict.
@@ -59,14 +65,17 @@ def prepare_data(
             data that does not fill one batch or rollout.
     """
     data = RunData()
+    reading = reading_of(strategy, args)
 
     def encode(name: str, raw: Any) -> Dataset:
         dataset = _as_dataset(name, raw)
+        if formatting_func is not None:
+            dataset = _formatted(name, dataset, formatting_func)
         data.columns[name] = dataset.column_names
         for column in sorted(set(UNREAD) & set(dataset.column_names)):
             logger.warning("%s dataset: the column %r does not go into the prompt", name, column)
         if rollout_args is not None:
-            encoded, longest_prompt = encode_prompts(dataset, tokenizer, f"{name} dataset")
+            encoded, longest_prompt = encode_prompts(dataset, tokenizer, f"{name} dataset", reading)
             data.longest = max(data.longest, longest_prompt + rollout_args.max_completion_length)
             return encoded
         result = encode_dataset(
@@ -74,8 +83,10 @@ def prepare_data(
             tokenizer,
             args.max_length,
             min_rows=strategy.min_group_size,
-            packing=packing_of(strategy, args, evaluation=name != "train"),
-            scored=strategy.needs_rewards,
+            packing=_packing(strategy, args, evaluation=name != "train"),
+            truncation_mode=args.truncation_mode,
+            reading=reading,
+            num_proc=args.dataset_num_proc,
             name=f"{name} dataset",
         )
         data.longest = max(data.longest, result.longest)
@@ -107,6 +118,39 @@ def prepare_data(
         else:
             check_one_batch(data.train, args)
     return data
+
+
+def reading_of(strategy: Strategy, args: StrategyArguments) -> Reading:
+    """How a run's rows become tokens."""
+    chosen = options_from(args, Reading)
+    return replace(chosen, scored=strategy.needs_rewards, chat_template_kwargs=chosen.chat_template_kwargs or {})
+
+
+def _packing(strategy: Strategy, args: StrategyArguments, *, evaluation: bool) -> str | None:
+    how = packing_of(strategy, args, evaluation=evaluation)
+    if how in SPLITTING and args.truncation_mode == "keep_end":
+        raise ValueError(
+            "truncation_mode='keep_end' has no effect where long rows are cut into pieces: allowed are keep_start (no "
+            "cut), drop and error; or packing_strategy='bfd'"
+        )
+    return how
+
+
+def _formatted(name: str, dataset: Dataset, formatting_func: Callable[[dict[str, Any]], Any]) -> Dataset:
+    rows = []
+    for number, example in enumerate(dataset):
+        made = formatting_func(example)
+        if isinstance(made, list):
+            made = {"messages": made}
+        elif isinstance(made, str):
+            made = {"text": made}
+        if not isinstance(made, dict):
+            raise TypeError(
+                f"{name} dataset row {number}: formatting_func returned {type(made).__name__}, allowed are a text, a "
+                "list of messages, or a row (dict)"
+            )
+        rows.append(made)
+    return _from_list(name, rows)
 
 
 def packing_of(strategy: Strategy, args: StrategyArguments, *, evaluation: bool) -> str | None:

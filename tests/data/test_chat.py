@@ -9,14 +9,8 @@ from conftest import BOS, EOS, VOCAB, make_tokenizer
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from hf_strategies.data.chat import (
-    as_messages,
-    encode_prompt,
-    encode_text,
-    is_conversation,
-    prompt_of,
-    render,
-)
+from hf_strategies.data.chat import as_messages, is_conversation, prompt_of
+from hf_strategies.data.encoding import Encoder
 from hf_strategies.data.formats import encode_prompts
 
 A, B, C = (VOCAB[c] for c in "abc")
@@ -92,11 +86,11 @@ def test_longest_prompt() -> None:
 def test_prompts_that_cannot_be_used() -> None:
     tokenizer = make_tokenizer()
     with pytest.raises(ValueError, match=r"prompt '' has no tokens"):
-        encode_prompt(tokenizer, "")
+        Encoder(tokenizer).prompt("")
     with pytest.raises(ValueError, match="prompt: got int, allowed are a text or a list of messages"):
-        encode_prompt(tokenizer, 3)  # type: ignore[arg-type]
+        Encoder(tokenizer).prompt(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the prompt ends with an assistant turn"):
-        encode_prompt(tokenizer, chat("a", "b"))
+        Encoder(tokenizer).prompt(chat("a", "b"))
     with pytest.raises(KeyError, match=r"a row needs a 'prompt', 'messages' or 'instruction' column; it has \['q'\]"):
         prompt_of({"q": "x"})
     data = Dataset.from_list([{"prompt": "a"}, {"prompt": ""}])
@@ -108,39 +102,53 @@ def test_conversations_need_a_template() -> None:
     """Pitfall F-92: the message says what to do; plain text needs none."""
     bare = make_tokenizer(chat=False)
     for call in (
-        lambda: encode_prompt(bare, chat("a")),
-        lambda: render(bare, chat("a", "b"), generation_prompt=False),
+        lambda: Encoder(bare).prompt(chat("a")),
+        lambda: Encoder(bare).conversation(chat("a", "b"), generation_prompt=False),
     ):
         with pytest.raises(
-            ValueError, match=r"no chat_template: set tokenizer.chat_template, use an instruction-tuned"
+            ValueError, match=r"no chat_template: set tokenizer.chat_template or chat_template_path, use an instr"
         ):
             call()
-    assert encode_prompt(bare, "a") == [A]
+    assert Encoder(bare).prompt("a") == [A]
 
 
 def test_special_tokens_of_texts_and_conversations() -> None:
     """A text gets what the tokenizer adds; a conversation has what its template writes, once."""
     tokenizer = tokenizer_with_bos()
-    assert encode_prompt(tokenizer, "a") == [BOS, A]
-    assert encode_text(tokenizer, "a", special_tokens=False) == [A]
-    assert encode_prompt(tokenizer, chat("a")) == [USER, A, EOS, ASSISTANT]
+    assert Encoder(tokenizer).prompt("a") == [BOS, A]
+    assert Encoder(tokenizer).text("a", begins=False) == [A]
+    assert Encoder(tokenizer).prompt(chat("a")) == [USER, A, EOS, ASSISTANT]
     tokenizer.chat_template = "<bos>" + tokenizer.chat_template
-    assert encode_prompt(tokenizer, chat("a")) == [BOS, USER, A, EOS, ASSISTANT]
+    assert Encoder(tokenizer).prompt(chat("a")) == [BOS, USER, A, EOS, ASSISTANT]
 
 
 def test_generation_prompt() -> None:
     tokenizer = make_tokenizer()
-    assert render(tokenizer, chat("a"), generation_prompt=True) == [USER, A, EOS, ASSISTANT]
-    assert render(tokenizer, chat("a"), generation_prompt=False) == [USER, A, EOS]
-    assert render(tokenizer, chat("a", "b"), generation_prompt=False) == [USER, A, EOS, ASSISTANT, B, EOS]
+    encoder = Encoder(tokenizer)
+    assert encoder.conversation(chat("a"), generation_prompt=True) == [USER, A, EOS, ASSISTANT]
+    assert encoder.conversation(chat("a"), generation_prompt=False) == [USER, A, EOS]
+    assert encoder.conversation(chat("a", "b"), generation_prompt=False) == [
+        USER,
+        A,
+        EOS,
+        ASSISTANT,
+        B,
+        EOS,
+    ]
 
 
 def test_template_arguments_reach_the_template() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template += "{% if think %}a{% endif %}"
-    assert render(tokenizer, chat("c"), generation_prompt=True, think=True) == [USER, C, EOS, ASSISTANT, A]
-    assert encode_prompt(tokenizer, chat("c"), think=True) == [USER, C, EOS, ASSISTANT, A]
-    assert encode_prompt(tokenizer, chat("c")) == [USER, C, EOS, ASSISTANT]
+    assert Encoder(tokenizer, {"think": True}).conversation(chat("c"), generation_prompt=True) == [
+        USER,
+        C,
+        EOS,
+        ASSISTANT,
+        A,
+    ]
+    assert Encoder(tokenizer, {"think": True}).prompt(chat("c")) == [USER, C, EOS, ASSISTANT, A]
+    assert Encoder(tokenizer).prompt(chat("c")) == [USER, C, EOS, ASSISTANT]
 
 
 @pytest.mark.parametrize(

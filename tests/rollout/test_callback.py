@@ -14,7 +14,7 @@ from conftest import EOS, PAD, make_model, make_tokenizer
 from harness import ReplayEngine
 from torch import Tensor
 
-from hf_strategies.data.chat import encode_prompt
+from hf_strategies.data.encoding import Encoder
 from hf_strategies.modeling.sampling import Completion
 from hf_strategies.rollout.callback import RolloutCallback
 from hf_strategies.rollout.engine import RolloutGroup
@@ -30,7 +30,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 def examples(*prompts: Any, **columns: list[Any]) -> list[dict[str, Any]]:
     return [
-        {"prompt": p, "prompt_ids": encode_prompt(TOKENIZER, p), **{k: v[i] for k, v in columns.items()}}
+        {"prompt": p, "prompt_ids": Encoder(TOKENIZER).prompt(p), **{k: v[i] for k, v in columns.items()}}
         for i, p in enumerate(prompts)
     ]
 
@@ -101,7 +101,7 @@ def test_rows_of_a_rollout() -> None:
     assert [TOKENIZER.decode(ids, skip_special_tokens=True) for ids in texts(got)] == seen["completions"]
     assert torch.equal(batch.loss_mask, batch.completion_mask)
     prompts = [batch.prompt_ids[i][batch.prompt_mask[i]].tolist() for i in (0, 3)]
-    assert prompts == [encode_prompt(TOKENIZER, p) for p in ("ab", "c")]
+    assert prompts == [Encoder(TOKENIZER).prompt(p) for p in ("ab", "c")]
     for ids, truncated in zip(texts(got), batch.truncated.tolist(), strict=True):
         assert truncated == (ids[-1] != EOS)
     assert (batch.sampling_logprobs[batch.completion_mask] < 0).all()

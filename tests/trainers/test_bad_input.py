@@ -360,13 +360,13 @@ def test_dropped_rows_are_reported(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_columns_that_the_prompt_does_without_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """TRL renders ``tools`` into the prompt; here nothing does."""
+    """Images are for models that see."""
     with caplog.at_level(logging.WARNING):
         GRPOTrainer(make_model(), reward, config(), PROMPTS, processing_class=make_tokenizer())
         assert "does not go into the prompt" not in caplog.text
-        described = [{**row, "tools": "[]"} for row in PROMPTS]
+        described = [{**row, "image": "a.png"} for row in PROMPTS]
         GRPOTrainer(make_model(), reward, config(), described, processing_class=make_tokenizer())
-    assert "train dataset: the column 'tools' does not go into the prompt" in caplog.text
+    assert "train dataset: the column 'image' does not go into the prompt" in caplog.text
 
 
 def test_scored_groups_without_recorded_logprobs_are_said(caplog: pytest.LogCaptureFixture) -> None:
