@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -90,7 +93,7 @@ class ExampleEncoder:
         present = count_trained(read.rows)
         rows = [] if reason else rows
         return {
-            "rows": [{name: _plain(getattr(row, name)) for name in ROW} for row in rows],
+            "rows": [row_fields(row) for row in rows],
             "reason": reason or "",
             "present": present,
             "trained": count_trained(rows),
@@ -149,15 +152,16 @@ def encode_dataset(
     encoder = ExampleEncoder(
         tokenizer, replace(reading, header=truncation_mode == "keep_end"), cut, truncation_mode, min_rows, name
     )
-    mapped = dataset.map(
-        encoder,
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        features=FEATURES,
-        num_proc=num_proc if num_proc and len(dataset) >= num_proc else None,
-        new_fingerprint=Hasher.hash([dataset._fingerprint, encoder.fingerprint]),
-        desc=f"Encoding the {name}",
-    )
+    with _same_environment():
+        mapped = dataset.map(
+            encoder,
+            with_indices=True,
+            remove_columns=dataset.column_names,
+            features=FEATURES,
+            num_proc=num_proc if num_proc and len(dataset) >= num_proc else None,
+            new_fingerprint=Hasher.hash([dataset._fingerprint, encoder.fingerprint]),
+            desc=f"Encoding the {name}",
+        )
     about = {column: mapped.with_format("numpy")[column][:] for column in ABOUT}
     dropped = Counter(str(reason) for reason in about["reason"] if reason)
     kept = [i for i, reason in enumerate(about["reason"]) if not reason]
@@ -172,7 +176,7 @@ def encode_dataset(
         trained = sum(count_trained(rows) for rows in packs)
         longest = max((size_of(row) for rows in packs for row in rows), default=0)
         result = Dataset.from_list(
-            [{"rows": [{name: _plain(getattr(row, name)) for name in ROW} for row in rows]} for rows in packs],
+            [{"rows": [row_fields(row) for row in rows]} for rows in packs],
             features=Features({"rows": FEATURES["rows"]}),
         )
     if len(result) == 0:
@@ -180,8 +184,22 @@ def encode_dataset(
     return Encoded(result, +dropped, longest, int(max(about["largest_id"])), trained, present - trained)
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, list | tuple) else value
+@contextmanager
+def _same_environment() -> Iterator[None]:
+    """Datasets with several processes puts a copy in the place of ``os.environ``; who holds it never sees that."""
+    environment, before = os.environ, dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ = environment  # noqa: B003
+        for name in environment.keys() - before.keys():
+            del environment[name]
+
+
+def row_fields(row: Row) -> dict[str, Any]:
+    """A row as an encoded example holds it; `collate` makes one of it again."""
+    values = {name: getattr(row, name) for name in ROW}
+    return {name: list(value) if isinstance(value, list | tuple) else value for name, value in values.items()}
 
 
 def count_trained(rows: list[Row]) -> int:

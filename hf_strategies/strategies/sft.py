@@ -33,16 +33,6 @@ class SFTOptions(Options):
         "Loss of a token: nll, minus its log-probability; dft, that times its probability, so that tokens the model "
         "finds unlikely pull less.",
     )
-    completion_only_loss: bool | None = option(
-        None,
-        "Of prompt and completion the completion alone trains; unset: as True. True also demands rows that have a "
-        "completion.",
-    )
-    assistant_only_loss: bool = option(
-        False,
-        "Of messages what the assistant wrote alone trains: by the chat template's generation markers, or by "
-        "rendering turn by turn.",
-    )
     label_smoothing: float = option(0.0, "Share e of the target spread over the whole vocabulary, in [0, 1).")
 
     def validate(self) -> None:  # noqa: D102 - see Options

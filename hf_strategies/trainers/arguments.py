@@ -157,6 +157,16 @@ class TextArguments(StrategyArguments):
     """What strategies over given texts share: how these fill batches."""
 
     dataset_text_field: str = option("text", "Column of texts, in the place of text.")
+    completion_only_loss: bool | None = option(
+        None,
+        "Of prompt and completion the completion alone trains; unset: as True. True also demands rows that have a "
+        "completion.",
+    )
+    assistant_only_loss: bool = option(
+        False,
+        "Of messages what the assistant wrote alone trains: by the chat template's generation markers, or by "
+        "rendering turn by turn.",
+    )
     packing: bool | None = option(
         None, "Put several texts into a row of max_length tokens, where they do not see each other; unset: seq does."
     )

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_strategies.data.formats import collate
+from hf_strategies.data.streams import EncodedStream
 from hf_strategies.modeling.critic import attach_critic
 from hf_strategies.modeling.forward import CheckedForward
 from hf_strategies.modeling.fused_lora import fuse_adapters
@@ -72,7 +73,8 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         model: Hub id, path, `PreTrainedModel`, or `PeftModel` whose adapter is trained on.
         strategy: registered name.
         args: config; an instance of `config_class(strategy)` or of one of the public ``*Config`` classes.
-        train_dataset: rows in one of the shapes the strategy reads; map-style, or a list of dicts.
+        train_dataset: rows in one of the shapes the strategy reads; map-style, a list of dicts, or, of given rows,
+            streaming.
         eval_dataset: the same, or a dict of such.
         processing_class: tokenizer; the model's own when left out.
         reward_funcs: rewards of an online strategy: functions, model ids or models, one or several.
@@ -148,6 +150,10 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         formatting_func = kwargs.pop("formatting_func", None)
         data = prepare_data(train_dataset, eval_dataset, tokenizer, self.strategy, args, rollout_args, formatting_func)
         check_sizes(config, tokenizer, data.longest, data.largest_id)
+        if isinstance(data.train, EncodedStream):
+            data.train.check = partial(check_sizes, config, tokenizer)
+            # Every process reads the whole stream and takes its share: batches of rows cannot be sent around.
+            args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
         if ref_model is not None and self.strategy.needs_reference:
             try:
                 check_sizes(ref_model.config, tokenizer, data.longest, data.largest_id)
@@ -245,6 +251,8 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
             tokens = sum(gather_object([self._tokens_since_log]))
             logs["train/tokens_per_second"] = tokens / (now - self._last_log)
             logs["num_tokens"] = self.num_tokens
+            if isinstance(self.train_dataset, EncodedStream):
+                logs |= {f"rows_dropped/{reason}": n for reason, n in sorted(self.train_dataset.dropped.items())}
             if self.rollouts is not None:
                 logs["policy_version"] = self.rollouts.version.current
             self._tokens_since_log, self._last_log = 0, now

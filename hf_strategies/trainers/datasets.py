@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset
-from torch.utils.data import IterableDataset
+from datasets import Dataset, IterableDataset
 
-from hf_strategies.data.formats import encode_dataset, encode_prompts
+from hf_strategies.data.formats import ExampleEncoder, encode_dataset, encode_prompts
 from hf_strategies.data.packing import SPLITTING
 from hf_strategies.data.rows import Reading
+from hf_strategies.data.streams import EncodedStream
 from hf_strategies.strategies import Strategy
 from hf_strategies.trainers.arguments import OnlineArguments, StrategyArguments, TextArguments, options_from
 
@@ -28,7 +28,7 @@ class RunData:
     """Encoded datasets of a run.
 
     Attributes:
-        train: encoded training data or None.
+        train: encoded training data, a stream of it, or None.
         eval: encoded evaluation data, a dict of such, or None.
         longest: most tokens a row can have, prompt and completion.
         largest_id: largest token id of given rows.
@@ -37,7 +37,7 @@ class RunData:
         lost_tokens: dataset name -> tokens that would train, were they not cut off or their example not left out.
     """
 
-    train: Dataset | None = None
+    train: Any = None
     eval: Dataset | dict[str, Dataset] | None = None
     longest: int = 0
     largest_id: int = 0
@@ -104,7 +104,10 @@ def prepare_data(
             )
         return result.dataset
 
-    if train is not None:
+    if isinstance(train, IterableDataset):
+        data.train = _encode_stream(train, tokenizer, strategy, args, rollout_args, formatting_func)
+        data.columns["train"] = data.train.columns
+    elif train is not None:
         data.train = encode("train", train)
     if isinstance(evaluation, dict):
         if not evaluation:
@@ -112,12 +115,51 @@ def prepare_data(
         data.eval = {name: encode(f"eval_{name}", raw) for name, raw in evaluation.items()}
     elif evaluation is not None:
         data.eval = encode("eval", evaluation)
-    if data.train is not None:
+    if isinstance(data.train, Dataset):
         if rollout_args is not None:
             check_one_rollout(data.train, rollout_args)
         else:
             check_one_batch(data.train, args)
     return data
+
+
+def _encode_stream(
+    rows: IterableDataset,
+    tokenizer: Any,
+    strategy: Strategy,
+    args: StrategyArguments,
+    rollout_args: OnlineArguments | None,
+    formatting_func: Callable[[dict[str, Any]], Any] | None,
+) -> EncodedStream:
+    if rollout_args is not None:
+        raise TypeError(
+            "train dataset: got IterableDataset; the prompts of an online strategy are shuffled as a whole, allowed "
+            "are a map-style datasets.Dataset or a list of dicts (list(stream.take(n)))"
+        )
+    if args.max_steps < 1:
+        raise ValueError(f"max_steps={args.max_steps}: a streaming train dataset has no length, allowed is >= 1")
+    if args.dataloader_num_workers:
+        raise ValueError(
+            f"dataloader_num_workers={args.dataloader_num_workers}: a streaming train dataset is read in order, "
+            "allowed is 0"
+        )
+    packing = _packing(strategy, args, evaluation=False)
+    if packing == "bfd_split" and isinstance(args, TextArguments) and args.packing_strategy is None:
+        packing = "wrapped"  # fills every row without looking ahead
+    cut = packing is None or packing not in SPLITTING or args.truncation_mode != "keep_start"
+    encoder = ExampleEncoder(
+        tokenizer,
+        replace(reading_of(strategy, args), header=args.truncation_mode == "keep_end"),
+        args.max_length if cut else None,
+        args.truncation_mode,
+        strategy.min_group_size,
+        "train dataset",
+    )
+
+    def prepared(example: dict[str, Any], number: int) -> dict[str, Any]:
+        return example if formatting_func is None else _format("train", number, formatting_func(example))
+
+    return EncodedStream(rows, encoder, packing, args.max_length, prepared)
 
 
 def reading_of(strategy: Strategy, args: StrategyArguments) -> Reading:
@@ -137,20 +179,20 @@ def _packing(strategy: Strategy, args: StrategyArguments, *, evaluation: bool) -
 
 
 def _formatted(name: str, dataset: Dataset, formatting_func: Callable[[dict[str, Any]], Any]) -> Dataset:
-    rows = []
-    for number, example in enumerate(dataset):
-        made = formatting_func(example)
-        if isinstance(made, list):
-            made = {"messages": made}
-        elif isinstance(made, str):
-            made = {"text": made}
-        if not isinstance(made, dict):
-            raise TypeError(
-                f"{name} dataset row {number}: formatting_func returned {type(made).__name__}, allowed are a text, a "
-                "list of messages, or a row (dict)"
-            )
-        rows.append(made)
-    return _from_list(name, rows)
+    return _from_list(name, [_format(name, i, formatting_func(example)) for i, example in enumerate(dataset)])
+
+
+def _format(name: str, number: int, made: Any) -> dict[str, Any]:
+    if isinstance(made, list):
+        made = {"messages": made}
+    elif isinstance(made, str):
+        made = {"text": made}
+    if not isinstance(made, dict):
+        raise TypeError(
+            f"{name} dataset row {number}: formatting_func returned {type(made).__name__}, allowed are a text, a list "
+            "of messages, or a row (dict)"
+        )
+    return made
 
 
 def packing_of(strategy: Strategy, args: StrategyArguments, *, evaluation: bool) -> str | None:
@@ -199,9 +241,11 @@ def check_one_batch(dataset: Dataset, args: StrategyArguments) -> None:
 def _as_dataset(name: str, raw: Any) -> Dataset:
     if isinstance(raw, list):
         raw = _from_list(name, raw)
-    if isinstance(raw, IterableDataset) or not isinstance(raw, Dataset):
+    if not isinstance(raw, Dataset):
+        also = ", or a datasets.IterableDataset" if name == "train" else ""
         raise TypeError(
             f"{name} dataset: got {type(raw).__name__}, allowed are a map-style datasets.Dataset or a list of dicts"
+            f"{also}"
         )
     if len(raw) == 0:
         raise ValueError(f"the {name} dataset is empty")

@@ -44,7 +44,7 @@ class GRPOTrainer(StrategyTrainer):
         args = args if args is not None else GRPOConfig(output_dir="trainer_output")
         super().__init__(model, name, args, train_dataset, reward_funcs=reward_funcs, **kwargs)
         offline = reward_funcs is None and self.train_dataset is not None
-        if offline and self.train_dataset[0]["rows"][0]["old_logprobs"] is None:
+        if offline and next(iter(self.train_dataset))["rows"][0]["old_logprobs"] is None:
             logger.warning(
                 "the scored groups have no old_logprobs: they count as sampled from the policy as it is now (ratio "
                 "1), and nothing bounds how far it moves from what sampled them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
 from hf_strategies.data.encoding import Encoder
-from hf_strategies.data.formats import encode_dataset, encode_prompts
+from hf_strategies.data.formats import ExampleEncoder, encode_dataset, encode_prompts
 from hf_strategies.data.rows import Reading, read_example
+from hf_strategies.data.streams import EncodedStream
 
 A, B, C, D, E = (VOCAB[c] for c in "abcde")
 USER, ASSISTANT = VOCAB["<user>"], VOCAB["<assistant>"]
@@ -119,6 +121,10 @@ def test_matrix(
     (encoded,) = encode_dataset(Dataset.from_list([example]), tokenizer, None, reading=Reading(**options)).dataset
     (row,) = encoded["rows"]
     assert [*row["prompt_ids"], *row["completion_ids"]] == expected
+    # And from a stream.
+    rows = Dataset.from_list([example]).to_iterable_dataset()
+    encoder = ExampleEncoder(tokenizer, Reading(**options))
+    assert next(iter(EncodedStream(rows, encoder, None, None)))["rows"] == [row]
 
 
 def test_pairs_in_token_ids() -> None:
@@ -288,11 +294,15 @@ def test_all_masked_rows_are_counted() -> None:
 def test_processes_and_cache(tmp_path: Any) -> None:
     """Two processes read the same rows; another template, option or tokenizer is never served from the cache."""
     rows = Dataset.from_list([{"messages": TWO_TURNS[: 2 * (i % 2 + 1)]} for i in range(8)])
+    environment, before = os.environ, dict(os.environ)
+    two = encode_dataset(rows, make_tokenizer(), None, num_proc=2)
+    assert two.dataset[:] == encode_dataset(rows, make_tokenizer(), None).dataset[:]
+    assert os.environ is environment
+    assert dict(environment) == before
     rows.save_to_disk(str(tmp_path / "rows"))
     on_disk = Dataset.load_from_disk(str(tmp_path / "rows"))
     tokenizer = make_tokenizer()
     one = encode_dataset(on_disk, tokenizer, None)
-    assert encode_dataset(on_disk, tokenizer, None, num_proc=2).dataset[:] == one.dataset[:]
     files = {file["filename"] for file in one.dataset.cache_files}
     again = encode_dataset(on_disk, tokenizer, None)
     assert files
