@@ -1,6 +1,7 @@
 """Post-training of Hugging Face causal LMs as a plugin for `transformers.Trainer`."""
 
-from hf_strategies.batch import Batch, PolicyOutput, Row
+from hf_strategies.batch import Batch, Row
+from hf_strategies.policy_output import PolicyOutput
 from hf_strategies.rollout.callback import RolloutCallback
 from hf_strategies.strategies import Strategy, make_strategy, register_strategy
 from hf_strategies.trainers import (

@@ -27,9 +27,10 @@ from hf_strategies import (
     SFTTrainer,
     StrategyTrainer,
 )
-from hf_strategies.batch import TOKEN_FIELDS, Batch, PolicyOutput
+from hf_strategies.batch import TOKEN_FIELDS, Batch
 from hf_strategies.modeling.critic import critic_of
 from hf_strategies.modeling.sampling import Completion, Sampling
+from hf_strategies.policy_output import PolicyOutput
 from hf_strategies.rollout.engine import RolloutGroup
 from hf_strategies.stats import Metrics
 

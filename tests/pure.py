@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_strategies.batch import Batch, PolicyOutput
+from hf_strategies.batch import Batch
+from hf_strategies.policy_output import PolicyOutput
 from hf_strategies.stats import Extreme, Mean
 from hf_strategies.strategies import Strategy
 

@@ -10,7 +10,7 @@ import pytest
 import hf_strategies
 
 ROOT = Path(hf_strategies.__file__).parent
-BOTTOM = {"batch", "options", "stats", "functional", "credit", "preference"}
+BOTTOM = {"batch", "options", "policy_output", "stats", "functional", "credit", "preference"}
 MIDDLE = {"strategies", "rollout", "modeling", "data", "reporting"}
 # As in pyproject.toml: rollouts run the generation code of the models.
 ALLOWED_BESIDE = {("rollout", "modeling")}

@@ -75,6 +75,22 @@ class ExampleEncoder:
     min_rows: int = 1
     name: str = "dataset"
 
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Any,
+        reading: Reading,
+        max_length: int | None,
+        truncation_mode: str,
+        packing: str | None,
+        min_rows: int,
+        name: str,
+    ) -> ExampleEncoder:
+        """For rows that are packed afterwards: those that will be cut into pieces are not cut here."""
+        in_pieces = packing in SPLITTING and truncation_mode == "keep_start"
+        reading = replace(reading, header=truncation_mode == "keep_end")
+        return cls(tokenizer, reading, None if in_pieces else max_length, truncation_mode, min_rows, name)
+
     def __call__(self, example: dict[str, Any], number: int) -> dict[str, Any]:
         """Rows of an example as plain fields, and what `ABOUT` names; ``reason`` is empty where they train.
 
@@ -148,10 +164,7 @@ def encode_dataset(
     """
     reading = reading or Reading()
     shape_of(columns_read(dataset.column_names, reading), reading.scored)
-    cut = None if packing in SPLITTING and truncation_mode == "keep_start" else max_length
-    encoder = ExampleEncoder(
-        tokenizer, replace(reading, header=truncation_mode == "keep_end"), cut, truncation_mode, min_rows, name
-    )
+    encoder = ExampleEncoder.of(tokenizer, reading, max_length, truncation_mode, packing, min_rows, name)
     with _same_environment():
         mapped = dataset.map(
             encoder,

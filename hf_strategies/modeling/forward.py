@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hf_strategies import functional as f
-from hf_strategies.batch import TOKEN_FIELDS, Batch, PolicyOutput
+from hf_strategies.batch import TOKEN_FIELDS, Batch
 from hf_strategies.modeling.attention import enable_stream, streaming, why_no_stream
 from hf_strategies.modeling.critic import critic_of
 from hf_strategies.modeling.generation import generating
@@ -31,6 +31,7 @@ from hf_strategies.modeling.predictions import LogitReader
 from hf_strategies.modeling.stream import Stream
 from hf_strategies.modeling.two_phase import Prefix, Suffix
 from hf_strategies.modeling.unwrap import causal_lm_of, unwrapped_lm
+from hf_strategies.policy_output import PolicyOutput
 
 logger = logging.getLogger(__name__)
 

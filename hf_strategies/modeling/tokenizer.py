@@ -20,22 +20,6 @@ def load_tokenizer(model: str | nn.Module, trust_remote_code: bool = False) -> P
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
-def ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Give the tokenizer a pad token. Safe with pad == eos: masks here never come from ids.
-
-    Raises:
-        TypeError: no tokenizer.
-        ValueError: neither a pad nor an end-of-sequence token.
-    """
-    if not (callable(tokenizer) and hasattr(tokenizer, "pad_token_id")):
-        raise TypeError(f"processing_class: got {type(tokenizer).__name__}, allowed is a tokenizer")
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token is None:
-            raise ValueError("the tokenizer has neither pad_token nor eos_token; set one of them")
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def adapt_tokenizer(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_path: str | None = None,
@@ -52,7 +36,8 @@ def adapt_tokenizer(
 
     Raises:
         TypeError: no tokenizer.
-        ValueError: a token that is not in the vocabulary, or a template that cannot be read.
+        ValueError: a token that is not in the vocabulary, a template that cannot be read, or neither a pad nor an
+            end-of-sequence token.
     """
     if not (callable(tokenizer) and hasattr(tokenizer, "pad_token_id")):
         raise TypeError(f"processing_class: got {type(tokenizer).__name__}, allowed is a tokenizer")
@@ -65,7 +50,12 @@ def adapt_tokenizer(
         setattr(tokenizer, name, token)
     if chat_template_path is not None:
         tokenizer.chat_template = read_chat_template(chat_template_path)
-    return ensure_pad_token(tokenizer)
+    if tokenizer.pad_token_id is None:
+        # Safe with pad == eos: masks here never come from ids.
+        if tokenizer.eos_token is None:
+            raise ValueError("the tokenizer has neither pad_token nor eos_token; set one of them")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def read_chat_template(path: str) -> str:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_strategies import options as _options
-from hf_strategies.batch import Batch, PolicyOutput
+from hf_strategies.batch import Batch
+from hf_strategies.policy_output import PolicyOutput
 from hf_strategies.stats import Mean, Metrics
 
 

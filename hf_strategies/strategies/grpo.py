@@ -18,8 +18,9 @@ from torch import Tensor
 
 from hf_strategies import credit
 from hf_strategies import functional as f
-from hf_strategies.batch import Batch, PolicyOutput
+from hf_strategies.batch import Batch
 from hf_strategies.options import Options, option
+from hf_strategies.policy_output import PolicyOutput
 from hf_strategies.stats import Mean, Metrics
 from hf_strategies.strategies.base import Strategy
 from hf_strategies.strategies.sampler_correction import SamplerCorrectionOptions

@@ -14,8 +14,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from hf_strategies import functional as f
-from hf_strategies.batch import Batch, PolicyOutput
+from hf_strategies.batch import Batch
 from hf_strategies.options import Options, option
+from hf_strategies.policy_output import PolicyOutput
 from hf_strategies.stats import Mean, Metrics
 from hf_strategies.strategies.base import Strategy
 

@@ -146,12 +146,12 @@ def _encode_stream(
     packing = _packing(strategy, args, evaluation=False)
     if packing == "bfd_split" and isinstance(args, TextArguments) and args.packing_strategy is None:
         packing = "wrapped"  # fills every row without looking ahead
-    cut = packing is None or packing not in SPLITTING or args.truncation_mode != "keep_start"
-    encoder = ExampleEncoder(
+    encoder = ExampleEncoder.of(
         tokenizer,
-        replace(reading_of(strategy, args), header=args.truncation_mode == "keep_end"),
-        args.max_length if cut else None,
+        reading_of(strategy, args),
+        args.max_length,
         args.truncation_mode,
+        packing,
         strategy.min_group_size,
         "train dataset",
     )
