@@ -35,6 +35,8 @@ REPLAYED = [
     "grpo:batch_scale",
     "online_grpo:batch_scale",
     "sft:experts",
+    "sft:stream",
+    "seq:stream",
 ]
 SAMPLED = ["online_grpo:sampled", "online_grpo:reuse", "online_ppo:reuse", "online_dpo:sampled"]
 BUGS = ["sft:unscaled", "online_grpo:unscaled", "sft:counted_alone", "online_grpo:counted_alone"]
@@ -102,6 +104,7 @@ def test_metrics_are_reduced_over_the_processes(folder: Path, name: str) -> None
                 assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
                 compared.add(key)
     assert {"loss", "grad_norm", "num_tokens"} < compared
+    assert ("rows_dropped/too_long" in compared) == (name == "sft:stream")
 
 
 @pytest.mark.parametrize("name", SAMPLED)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
@@ -96,6 +97,11 @@ def scenario(name: str, world: int) -> dict[str, Any]:
         }
     elif special == "batch_scale":
         options |= {"scale_rewards": "batch"}
+    elif special == "stream":
+        # Rows that are left out shift all that follow: the processes must agree on the position of each.
+        options["data"] = Dataset.from_list(options["data"]).to_iterable_dataset()
+        if strategy == "sft":
+            options |= {"max_length": 9, "truncation_mode": "drop"}
     elif special == "experts":
         # The balance loss is that of a micro-batch: one process gets the same micro-batches, twice as many.
         options |= {
