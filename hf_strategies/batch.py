@@ -48,6 +48,7 @@ class Row:
         reward: scalar reward; NaN means not scorable; None means the strategy uses no rewards.
         sampling_logprobs: per completion token, log-probability under the distribution it was sampled from, in nats.
         old_logprobs: per completion token, log-probability under the policy before the update, in nats.
+        ref_logprobs: per completion token, log-probability under the reference, in nats.
         truncated: True when generation stopped at the length limit instead of at an end-of-sequence token.
         policy_version: number of optimizer steps the sampling policy had seen.
     """
@@ -59,13 +60,14 @@ class Row:
     reward: float | None = None
     sampling_logprobs: Sequence[float] | None = None
     old_logprobs: Sequence[float] | None = None
+    ref_logprobs: Sequence[float] | None = None
     truncated: bool = False
     policy_version: int = 0
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
             raise ValueError("Row.prompt_ids is empty: the first completion token needs a token to be predicted from")
-        for name in ("loss_mask", "sampling_logprobs", "old_logprobs"):
+        for name in ("loss_mask", "sampling_logprobs", "old_logprobs", "ref_logprobs"):
             given = getattr(self, name)
             if given is not None and len(given) != len(self.completion_ids):
                 raise ValueError(
@@ -285,6 +287,7 @@ class Batch:
             policy_version=torch.tensor([row.policy_version for row in rows]),
             sampling_logprobs=per_token("sampling_logprobs"),
             old_logprobs=per_token("old_logprobs"),
+            ref_logprobs=per_token("ref_logprobs"),
             pad_token_id=pad_token_id,
         )
 

@@ -15,6 +15,7 @@ class PolicyOutput:
         logprobs: [N, C] log-probability of each completion token given all before it, in nats, under logits / T.
         entropy: [N, C] entropy of the distribution each completion token was drawn from, in nats; detached.
         vocab_mean: [N, C] mean of the log-probabilities of all V tokens (label smoothing needs it).
+        mean_logit: [N, C] mean of the logits of all V tokens; detached.
         log_collision: [N, C] logarithm of the sum of all V squared probabilities; detached.
         correct: [N, C] 1.0 where no token is likelier than the completion's, else 0.0.
         greedy: [N, C] long, the likeliest token.
@@ -25,6 +26,7 @@ class PolicyOutput:
     logprobs: Tensor
     entropy: Tensor | None = None
     vocab_mean: Tensor | None = None
+    mean_logit: Tensor | None = None
     log_collision: Tensor | None = None
     correct: Tensor | None = None
     greedy: Tensor | None = None

@@ -155,6 +155,7 @@ class Pairs:
         average: whether a completion's log-ratio is averaged over its tokens instead of summed.
         divergence: see `divergence_score`.
         alpha: see `divergence_score`.
+        shift: of the rewards of `bco_pair`.
     """
 
     logps: Tensor
@@ -164,6 +165,7 @@ class Pairs:
     average: bool = False
     divergence: str = "reverse_kl"
     alpha: float = 0.5
+    shift: float = 0.0
 
     @property
     def log_ratios(self) -> Tensor:
@@ -227,7 +229,7 @@ LOSSES: dict[str, PreferenceLoss] = {
         lambda pairs, o: exo_pair(o.beta * pairs.difference, o.label_smoothing), smooths=True, diverges=True
     ),
     "nca_pair": PreferenceLoss(_of_rewards(nca_pair)),
-    "bco_pair": PreferenceLoss(_of_rewards(bco_pair)),
+    "bco_pair": PreferenceLoss(lambda pairs, o: bco_pair(*_sides(o.beta * pairs.log_ratios), pairs.shift)),
     "sppo_hard": PreferenceLoss(lambda pairs, o: sppo_hard(*_sides(pairs.log_ratios), o.beta)),
     "aot": PreferenceLoss(
         lambda pairs, o: sorted_sigmoid(

@@ -70,21 +70,22 @@ def split_pair(chosen: Any, rejected: Any) -> dict[str, Any]:
     """``prompt``, ``chosen`` and ``rejected`` of a pair that holds its prompt twice.
 
     Two conversations are divided before the first message that differs, two texts before the first character; a space
-    before it belongs to the answers.
+    before it belongs to the answers. Where one conversation is the beginning of the other, its last message is its
+    answer; of two such texts, the shorter one says no more than its end.
 
     Raises:
-        ValueError: they begin differently, or one of them is no answer to what both begin with.
+        ValueError: they begin differently.
     """
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         check_answer(answer, name)
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
-    if isinstance(chosen, str) and chosen[same - 1 : same] == " ":
-        same -= 1
-    if same == 0 or same == min(len(chosen), len(rejected)):
+    texts = isinstance(chosen, str)
+    same -= chosen[same - 1 : same] == " " if texts else same == min(len(chosen), len(rejected))
+    if same <= 0:
         raise ValueError(
-            "without a prompt column, chosen and rejected must begin with the same prompt and go on differently "
+            "without a prompt column, chosen and rejected must begin with the same prompt "
             f"(chosen: {chosen!r}, rejected: {rejected!r})"
         )
     return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 from datasets import Dataset, Features, List, Value
@@ -27,6 +28,10 @@ ROW = {
     "old_logprobs": List(Value("float64")),
     "truncated": Value("bool"),
 }
+# Column of an encoded dataset: the rows of each example.
+ENCODED = "rows"
+# A further one: log-probabilities of the reference, as long as the completions of the example's rows.
+REFERENCE = "ref_logprobs"
 # What is known of an encoded example beside its rows.
 ABOUT = ("reason", "present", "trained", "longest", "largest_id", "recorded")
 FEATURES = Features(
@@ -238,9 +243,14 @@ def _untrainable(rows: list[Row], min_rows: int) -> str | None:
 
 
 def collate(examples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Batch]:
-    """Encoded examples -> ``{"batch": Batch}``; every example is a group of its own."""
+    """Encoded examples -> ``{"batch": Batch}``; every example is a group of its own.
+
+    A column `REFERENCE` holds, for each row of an example, the reference's log-probabilities.
+    """
     rows = [
-        Row(**{**fields, "group": number}) for number, example in enumerate(examples) for fields in example["rows"]
+        Row(**{**fields, "group": number, "ref_logprobs": scores})
+        for number, example in enumerate(examples)
+        for fields, scores in zip(example["rows"], example.get(REFERENCE) or repeat(None))  # noqa: B905 - endless
     ]
     return {"batch": Batch.from_rows(rows, pad_token_id)}
 

@@ -63,7 +63,7 @@ class LogitShape:
 
 
 # What can be asked for beside log-probabilities; only the vocabulary's mean carries a gradient.
-EXTRAS = ("entropy", "vocab_mean", "log_collision", "correct", "greedy")
+EXTRAS = ("entropy", "vocab_mean", "mean_logit", "log_collision", "correct", "greedy")
 
 
 @dataclass
@@ -74,6 +74,7 @@ class TokenScores:
         logprobs: [M], attached.
         entropy: [M] of the distribution that each token was drawn from, in nats, detached.
         vocab_mean: [M] mean log-probability of all V tokens, attached.
+        mean_logit: [M] mean of the logits of all V tokens, detached.
         log_collision: [M] logarithm of the sum of all V squared probabilities, detached.
         correct: [M] 1.0 where no token is likelier than the scored one, else 0.0.
         greedy: [M] long, the likeliest token.
@@ -82,6 +83,7 @@ class TokenScores:
     logprobs: Tensor
     entropy: Tensor | None = None
     vocab_mean: Tensor | None = None
+    mean_logit: Tensor | None = None
     log_collision: Tensor | None = None
     correct: Tensor | None = None
     greedy: Tensor | None = None
@@ -101,6 +103,8 @@ def score_logits(logits: Tensor, targets: Tensor, wanted: Collection[str] = ()) 
     with torch.no_grad():
         if "entropy" in wanted:
             scores.entropy = f.entropy_from_logits(logits)
+        if "mean_logit" in wanted:
+            scores.mean_logit = logits.mean(dim=-1)
         if "log_collision" in wanted:
             scores.log_collision = (2 * logits).logsumexp(dim=-1) - 2 * logits.logsumexp(dim=-1)
         if "correct" in wanted:
@@ -132,10 +136,12 @@ class SavedDirection(torch.autograd.Function):
         """Scores of one chunk: hidden [M, E], weight [V, E], bias [V] or None, targets [M] -> [M] each."""
         logits = shape.apply(linear(hidden, weight, bias))
         slope = shape.slope(logits) if keep else None
+        extras: dict[str, Tensor] = {}
+        if "mean_logit" in wanted:
+            extras["mean_logit"] = logits.mean(dim=-1)
         # In place: passes over [chunk, V] are what costs here beside the two products.
         logged = logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
         logprobs = logged.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        extras: dict[str, Tensor] = {}
         if "correct" in wanted:
             extras["correct"] = _is_greatest(logged, targets)
         if "greedy" in wanted:

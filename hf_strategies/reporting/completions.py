@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+# Column of what a strategy makes of a completion, where it says so.
+USE = "trained as"
+
 
 def _shown(value: Any) -> str:
     """A prompt, completion or number as one cell of text."""
@@ -42,4 +45,5 @@ def print_completions(
     if limit is not None and len(chosen) > limit:
         ordered = sorted(chosen, key=lambda row: row["reward"], reverse=True)
         chosen = ordered[: (limit + 1) // 2] + ordered[len(ordered) - limit // 2 :]
-    Console().print(completions_table(chosen, f"step {step}", ["prompt", "completion", *reward_names, "reward"]))
+    names = ["prompt", "completion", *reward_names, "reward", *([USE] if rows and USE in rows[0] else [])]
+    Console().print(completions_table(chosen, f"step {step}", names))

@@ -217,6 +217,9 @@ class RolloutCallback(TrainerCallback):
         names = [name for name in examples[0] if name not in PROMPT_COLUMNS] if examples else []
         columns = {name: [example[name] for example, _ in repeated] for name in names}
         scores = self.rewards.score(prompts, completions, ids, columns, state)
+        if self.options.missing_eos_penalty is not None:
+            cut_off = torch.tensor([completion.finish_reason == "length" for _, completion in repeated])
+            scores.total = scores.total - self.options.missing_eos_penalty * cut_off
         unscorable = int(scores.total.isnan().sum())
         if unscorable:
             first = int(scores.total.isnan().nonzero()[0])

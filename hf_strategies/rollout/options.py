@@ -37,6 +37,9 @@ class RolloutOptions(Options):
         "Most optimizer steps between sampling and use; unset: what the reuse settings need.",
     )
     reward_weights: list[float] | None = option(None, "One weight per reward; unset: all 1.")
+    missing_eos_penalty: float | None = option(
+        None, "Subtracted from the reward of a completion that is cut off at its length limit, > 0; unset: nothing."
+    )
     rollout_engine: str = option(
         "auto",
         "What samples: stream (every prompt computed once), generate (model.generate), auto (stream where the model "
@@ -80,6 +83,8 @@ class RolloutOptions(Options):
             self.require_number("min_p", 0.0, 1.0)
         if self.stop_strings is not None and not all(self.stop_strings):
             raise ValueError(f"stop_strings={self.stop_strings!r}: allowed are texts that are not empty")
+        if self.missing_eos_penalty is not None:
+            self.require_number("missing_eos_penalty", above=0.0)
         self.require_one_of("rollout_dtype", (None, "float32", "bfloat16", "float16"))
         self.require_one_of("rollout_engine", tuple(ENGINES))
 

@@ -37,6 +37,11 @@ class Strategy(ABC):
     """
 
     Options: ClassVar[type[_options.Options]]
+    # Sums over all rows of earlier optimizer steps and processes that a loss may read; checkpoints keep them.
+    sums: Tensor | None = None
+    # What the rows of the present step add to them, on this process.
+    unmerged: Tensor | None = None
+
     needs_rewards: ClassVar[bool] = False
     needs_critic: ClassVar[bool] = False
     needs_old_logprobs: ClassVar[bool] = False
@@ -53,6 +58,11 @@ class Strategy(ABC):
     def needs_reference(self) -> bool:
         """Whether ``ref_logprobs`` must be filled in before `assign_credit`."""
         return False
+
+    @classmethod
+    def may_need_reference(cls) -> bool:
+        """Whether it has options under which it compares with a reference."""
+        return cls.needs_reference is not Strategy.needs_reference
 
     @property
     def needs_reward_std(self) -> bool:
@@ -71,6 +81,10 @@ class Strategy(ABC):
     def assign_credit(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Turn rewards into what the loss reads, once per group, before the batch is cut. Identity by default."""
         return batch, {}
+
+    def uses(self, batch: Batch) -> list[str]:
+        """What `select` makes of each row of complete groups, in a word for people; empty where it says nothing."""
+        return []
 
     def count_items(self, batch: Batch) -> Tensor:
         """What this micro-batch adds to the step's denominator: its trained tokens by default.

@@ -22,7 +22,7 @@ from hf_strategies.policy_output import PolicyOutput
 from hf_strategies.preference import DIVERGENCES, LOSSES, Pairs, PreferenceLoss
 from hf_strategies.stats import Mean, Metrics
 from hf_strategies.strategies.base import Strategy
-from hf_strategies.strategies.pairs import SELECTIONS, select_pairs
+from hf_strategies.strategies.pairs import SELECTIONS, select_pairs, uses_of
 
 
 @dataclass
@@ -47,6 +47,9 @@ class DPOOptions(Options):
     )
     use_weighting: bool = option(False, "Weigh pairs by how likely the policy is to write them itself (WPO).")
     discopop_tau: float = option(0.05, "Temperature of discopop's mixture, > 0.")
+    bco_running_mean: bool = option(
+        False, "Shift the rewards of bco_pair by the mean of all that earlier optimizer steps have seen; off: by 0."
+    )
     simpo_gamma: float = option(0.5, "Margin that simpo asks for, after beta.")
     pair_selection: str = option("best_worst", f"Pairs of a sampled group: {', '.join(SELECTIONS)}.")
 
@@ -63,6 +66,8 @@ class DPOOptions(Options):
         if self.ld_alpha is not None:
             self.require_number("ld_alpha", 0.0, 1.0)
         self._validate_losses()
+        if self.bco_running_mean and "bco_pair" not in self.loss_type:
+            raise ValueError(f"bco_running_mean=True: only loss_type 'bco_pair' has a shift, not {self.loss_type}")
 
     def _validate_losses(self) -> None:
         if isinstance(self.loss_type, str):
@@ -113,17 +118,27 @@ class DPO(Strategy):
     keep_groups = True
     min_group_size = 2
 
+    def __init__(self, options: DPOOptions) -> None:
+        super().__init__(options)
+        if self.options.bco_running_mean:
+            self.sums, self.unmerged = (torch.zeros(2, dtype=torch.float64) for _ in range(2))
+
     @property
     def needs_reference(self) -> bool:  # noqa: D102 - see Strategy
         return any(loss.reference for loss, _ in self.options.losses)
 
     @property
     def reads(self) -> tuple[str, ...]:  # noqa: D102 - see Strategy
-        return ("entropy", "log_collision") if self.options.use_weighting else ("entropy",)
+        weighting = ("log_collision",) if self.options.use_weighting else ()
+        return ("entropy", "correct", "mean_logit", *weighting)
 
     def select(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Pairs of each group, better row first; ties and pairs with an empty side make none."""
         return select_pairs(batch, self.options.pair_selection)
+
+    def uses(self, batch: Batch) -> list[str]:
+        """Which rows are chosen and which rejected."""
+        return uses_of(batch, self.options.pair_selection)
 
     def count_items(self, batch: Batch) -> Tensor:
         """Pairs of the batch."""
@@ -140,7 +155,8 @@ class DPO(Strategy):
         loss = (losses.sum() + attached_zero) / num_items.to(device=losses.device, dtype=losses.dtype)
         metrics: Metrics = {"dpo_loss": self.share(loss, batch, num_items)}
         metrics |= self._reward_metrics(pairs)
-        metrics |= self.entropy_metric(policy, batch.loss_mask)
+        metrics |= self._token_metrics(policy, batch)
+        self._seen(pairs)
         return loss, metrics
 
     def pairs(self, logprobs: Tensor, batch: Batch) -> Pairs:
@@ -165,7 +181,22 @@ class DPO(Strategy):
             average=self.options.reduction == "mean",
             divergence=self.options.f_divergence_type,
             alpha=self.options.f_alpha_divergence_coef,
+            shift=self._shift,
         )
+
+    # ---- the running mean of bco_pair ----
+
+    @property
+    def _shift(self) -> float:
+        if self.sums is None:
+            return 0.0
+        total, count = self.sums.tolist()
+        return total / count if count else 0.0
+
+    def _seen(self, pairs: Pairs) -> None:
+        if self.unmerged is not None and torch.is_grad_enabled():
+            rewards = (self.options.beta * pairs.log_ratios).detach().double()
+            self.unmerged += torch.stack([rewards.sum().cpu(), torch.tensor(rewards.numel(), dtype=torch.float64)])
 
     def _token_weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
         """[2 P, C]: 1 for the tokens up to the length of a pair's shorter completion, ``ld_alpha`` after them.
@@ -184,6 +215,17 @@ class DPO(Strategy):
         assert policy.log_collision is not None
         aligned = (policy.logprobs.detach() - policy.log_collision)[batch.in_group]
         return f.masked_mean(aligned, batch.loss_mask[batch.in_group], dim=-1).view(-1, 2).sum(dim=1).exp()
+
+    def _token_metrics(self, policy: PolicyOutput, batch: Batch) -> Metrics:
+        metrics = self.entropy_metric(policy, batch.loss_mask)
+        chosen = batch.in_group & (batch.in_group.cumsum(dim=0) % 2 == 1)
+        for side, rows in (("chosen", chosen), ("rejected", batch.in_group & ~chosen)):
+            mask = batch.loss_mask & rows.unsqueeze(-1)
+            if policy.mean_logit is not None:
+                metrics[f"logits/{side}"] = Mean.of(policy.mean_logit, mask)
+            if policy.correct is not None and side == "chosen":
+                metrics["mean_token_accuracy"] = Mean.of(policy.correct, mask)
+        return metrics
 
     def _reward_metrics(self, pairs: Pairs) -> Metrics:
         """The implicit rewards beta x, and what they are made of."""

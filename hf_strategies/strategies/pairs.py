@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -45,28 +47,50 @@ def select_pairs(batch: Batch, how: str) -> tuple[Batch, Metrics]:
         batch: whole groups, with rewards.
         how: see `choose`.
     """
-    assert batch.rewards is not None
-    # Decided on the host: on an accelerator every group would wait for it several times.
-    rewards, group, trains = batch.rewards.cpu(), batch.group.cpu(), batch.loss_mask.any(dim=1).cpu()
+    trains = batch.loss_mask.any(dim=1).cpu()
+    pairs = _pairs_of_groups(batch, how)
+    groups, tied = len(pairs), sum(not chosen for chosen in pairs)
     rows_of_pairs: list[int] = []
-    tied = empty = groups = 0
-    for number in group.unique_consecutive().tolist():
-        if number < 0:
-            continue
-        rows = torch.nonzero((group == number) & ~rewards.isnan()).flatten().tolist()
-        groups += 1
-        chosen = choose([float(rewards[row]) for row in rows], how, _draw(batch, rows) if how == "best_random" else 0)
-        tied += not chosen
-        for better, worse in chosen:
-            if trains[rows[better]] and trains[rows[worse]]:
-                rows_of_pairs += [rows[better], rows[worse]]
-            else:
-                empty += 1
+    empty = 0
+    for better, worse in chain.from_iterable(pairs):
+        if trains[better] and trains[worse]:
+            rows_of_pairs += [better, worse]
+        else:
+            empty += 1
     metrics: Metrics = {
         "frac_pairs_tied": Mean(torch.tensor(float(tied)), torch.tensor(groups)),
         "rows_dropped/empty_side": Mean(torch.tensor(float(empty)), torch.tensor(groups)),
     }
     return batch.select(rows_of_pairs) if rows_of_pairs else batch.blank(), metrics
+
+
+def uses_of(batch: Batch, how: str) -> list[str]:
+    """Of each row of scored groups: ``chosen``, ``rejected``, both with their numbers, or an empty text.
+
+    Args:
+        batch: whole groups, with rewards.
+        how: see `choose`.
+    """
+    sides = [Counter[str]() for _ in range(batch.num_rows)]
+    for better, worse in chain.from_iterable(_pairs_of_groups(batch, how)):
+        sides[better]["chosen"] += 1
+        sides[worse]["rejected"] += 1
+    return [", ".join(name if n == 1 else f"{name} x{n}" for name, n in sorted(side.items())) for side in sides]
+
+
+def _pairs_of_groups(batch: Batch, how: str) -> list[list[tuple[int, int]]]:
+    """Row numbers (better, worse) of the pairs of each group."""
+    assert batch.rewards is not None
+    # Decided on the host: on an accelerator every group would wait for it several times.
+    rewards, group = batch.rewards.cpu(), batch.group.cpu()
+    pairs = []
+    for number in group.unique_consecutive().tolist():
+        if number < 0:
+            continue
+        rows = torch.nonzero((group == number) & ~rewards.isnan()).flatten().tolist()
+        chosen = choose([float(rewards[row]) for row in rows], how, _draw(batch, rows) if how == "best_random" else 0)
+        pairs.append([(rows[better], rows[worse]) for better, worse in chosen])
+    return pairs
 
 
 def _draw(batch: Batch, rows: Sequence[int]) -> int:

@@ -17,6 +17,7 @@ from hf_strategies.options import Options, option
 from hf_strategies.rollout.options import RolloutOptions
 from hf_strategies.strategies import get_entry
 from hf_strategies.strategies.sampler_correction import SamplerCorrectionOptions
+from hf_strategies.trainers.reference import ReferenceArguments
 
 T = TypeVar("T")
 
@@ -313,4 +314,7 @@ def config_class(name: str) -> type[StrategyArguments]:
     """
     entry = get_entry(name)
     base = OnlineArguments if entry.online else TextArguments if entry.strategy.labelled else StrategyArguments
-    return make_dataclass(f"{entry.strategy.__name__}Arguments", [], bases=(entry.strategy.Options, base))
+    bases: tuple[type, ...] = (entry.strategy.Options, base)
+    if entry.strategy.may_need_reference():
+        bases = (entry.strategy.Options, ReferenceArguments, base)
+    return make_dataclass(f"{entry.strategy.__name__}Arguments", [], bases=bases)

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from peft import PeftConfig
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from hf_strategies.data.formats import collate
+from hf_strategies.data.formats import ENCODED, collate
 from hf_strategies.data.streams import EncodedStream
 from hf_strategies.modeling.critic import attach_critic
 from hf_strategies.modeling.forward import CheckedForward
@@ -54,6 +55,7 @@ from hf_strategies.trainers.datasets import prepare_data
 from hf_strategies.trainers.evaluation import EvaluationMixin
 from hf_strategies.trainers.micro_batches import check_low_memory
 from hf_strategies.trainers.preparation import Preparation
+from hf_strategies.trainers.reference import ReferenceArguments, ReferenceMixin
 from hf_strategies.trainers.reward_functions import resolve_rewards
 from hf_strategies.trainers.sampler import RolloutSampler, prompt_positions
 from hf_strategies.trainers.steps import StepMixin
@@ -66,7 +68,7 @@ TRAINER_ARGUMENTS = ("data_collator", "callbacks", "optimizers", "optimizer_cls_
 TEXT_ARGUMENTS = ("compute_metrics", "preprocess_logits_for_metrics", "formatting_func")
 
 
-class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
+class StrategyTrainer(StepMixin, EvaluationMixin, ReferenceMixin, CheckpointMixin):
     """`transformers.Trainer` for any registered strategy.
 
     Args:
@@ -137,6 +139,8 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
             check_peft_config(peft_config)
         check_run(strategy, args, eval_dataset)
         check_noise(strategy, args, self.strategy.dropout)
+        reference_args = options_from(args, ReferenceArguments)
+        reference_args.check_use(strategy, args, self.strategy.needs_reference, entry.online, train_dataset)
         rollout_args = args if isinstance(args, OnlineArguments) and entry.online else None
         if rollout_args is not None:
             rollout_args.check_rollouts(self.strategy.min_group_size)
@@ -148,10 +152,19 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         tokenizer = adapt_tokenizer(tokenizer, args.chat_template_path, args.eos_token, args.pad_token)
         check_sizes(config, tokenizer)
         formatting_func = kwargs.pop("formatting_func", None)
-        data = prepare_data(train_dataset, eval_dataset, tokenizer, self.strategy, args, rollout_args, formatting_func)
-        check_sizes(config, tokenizer, data.longest, data.largest_id)
+        self._read = partial(
+            prepare_data,
+            tokenizer=tokenizer,
+            strategy=self.strategy,
+            args=args,
+            rollout_args=rollout_args,
+            formatting_func=formatting_func,
+        )
+        self._check_sizes = partial(check_sizes, config, tokenizer)
+        data = self._read(train_dataset, eval_dataset)
+        self._check_sizes(data.longest, data.largest_id)
         if isinstance(data.train, EncodedStream):
-            data.train.check = partial(check_sizes, config, tokenizer)
+            data.train.check = self._check_sizes
             # Every process reads the whole stream and takes its share: batches of rows cannot be sent around.
             args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
         if ref_model is not None and self.strategy.needs_reference:
@@ -175,7 +188,10 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
             check_low_memory(args, policy)
         if args.disable_dropout if args.disable_dropout is not None else not self.strategy.dropout:
             disable_dropout(policy)
-        reference = make_reference(policy, ref_model) if self.strategy.needs_reference else None
+        reference = None
+        if self.strategy.needs_reference:
+            copied, alpha = not reference_args.precompute_ref_log_probs, reference_args.mixup_alpha
+            reference = make_reference(policy, ref_model, copied=copied, mixup_alpha=alpha)
         if self.strategy.needs_critic:
             attach_critic(causal_lm_of(policy))
         temperature = rollout_args.temperature if rollout_args else 1.0
@@ -204,8 +220,13 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
         self._eval_position = 0
         self._train_sampler: RolloutSampler | None = None
         self.last_eval_table: list[dict[str, Any]] = []
+        self.synced_reference = None
+        if reference is not None:
+            self._set_up_reference(reference, reference_args)
         if self.rollouts:
             self.add_callback(self.rollouts)
+        if self.strategy.sums is not None:
+            self.add_callback(_StrategySums(self.strategy))
         self.add_callback(_EpochSeed(self))
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
@@ -213,6 +234,18 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
             self.add_callback(StrategyProgress)
 
     # ---- data ----
+
+    def encoded(self, dataset: Any) -> Any:
+        """Evaluation data in token ids, as those that the trainer was made with.
+
+        Args:
+            dataset: one dataset; one that is encoded already stays as it is.
+        """
+        if isinstance(dataset, Dataset) and ENCODED in dataset.column_names:
+            return dataset
+        data = self._read(None, dataset)
+        self._check_sizes(data.longest, data.largest_id)
+        return data.eval
 
     def get_train_dataloader(self) -> Any:
         """Loader of training data; for an online strategy, of the prompts of each rollout."""
@@ -264,6 +297,20 @@ class StrategyTrainer(StepMixin, EvaluationMixin, CheckpointMixin):
                     self.state.global_step,
                 )
         super().log(logs, start_time)
+
+
+class _StrategySums(TrainerCallback):
+    """Adds up, over processes, what a strategy has seen in an optimizer step."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.strategy.sums is not None
+        assert self.strategy.unmerged is not None
+        for mine in gather_object([self.strategy.unmerged]):
+            self.strategy.sums = self.strategy.sums + mine
+        self.strategy.unmerged = torch.zeros_like(self.strategy.unmerged)
 
 
 class _EpochSeed(TrainerCallback):

@@ -17,10 +17,13 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_strategies.modeling.critic import critic_of, without_critic
 from hf_strategies.modeling.policy import is_converted, restore_weights
+from hf_strategies.modeling.reference import Reference
 from hf_strategies.rollout.callback import RolloutCallback
+from hf_strategies.strategies import Strategy
 
 STATE_FILE = "strategy_state.json"
 CRITIC_FILE = "critic.safetensors"
+REFERENCE_FILE = "reference.safetensors"
 # What Trainer saves for exact resumption; without one of these it would begin afresh there, silently.
 RESUME_FILES = ("trainer_state.json", STATE_FILE, "optimizer.pt", "scheduler.pt")
 
@@ -107,7 +110,9 @@ class CheckpointMixin(Trainer):
     processing_class: Any
     rollouts: RolloutCallback | None
     num_tokens: int
+    strategy: Strategy
     strategy_name: str
+    synced_reference: Reference | None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write the policy alone (no critic, no reference) and what is needed to use it."""
@@ -128,11 +133,20 @@ class CheckpointMixin(Trainer):
         folder = Path(output_dir)
         if self.args.should_save:
             (folder / STATE_FILE).write_text(
-                json.dumps({"num_tokens": self.num_tokens, "strategy": self.strategy_name})
+                json.dumps(
+                    {
+                        "num_tokens": self.num_tokens,
+                        "strategy": self.strategy_name,
+                        "sums": None if self.strategy.sums is None else self.strategy.sums.tolist(),
+                    }
+                )
             )
             critic = critic_of(self.model)
             if critic is not None:
                 save_file(critic.state_dict(), folder / CRITIC_FILE)
+            if self.synced_reference is not None:
+                state = self.synced_reference.state()
+                save_file({name: value.contiguous() for name, value in state.items()}, folder / REFERENCE_FILE)
         if self.rollouts is not None:
             self.rollouts.save(folder)
 
@@ -179,6 +193,17 @@ class CheckpointMixin(Trainer):
             return
         state_file = Path(checkpoint) / STATE_FILE
         if state_file.exists():
-            self.num_tokens = json.loads(state_file.read_text())["num_tokens"]
+            state = json.loads(state_file.read_text())
+            self.num_tokens = state["num_tokens"]
+            if self.strategy.sums is not None and state.get("sums") is not None:
+                self.strategy.sums = self.strategy.sums.new_tensor(state["sums"])
+        if self.synced_reference is not None:
+            reference_file = Path(checkpoint) / REFERENCE_FILE
+            if not reference_file.exists():
+                raise FileNotFoundError(
+                    f"the checkpoint {checkpoint} has no reference ({REFERENCE_FILE} is missing): was it written "
+                    "without sync_ref_model?"
+                )
+            self.synced_reference.load_state(load_file(reference_file))
         if self.rollouts is not None:
             self.rollouts.load(checkpoint)

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_strategies.options import option
 from hf_strategies.strategies.dpo import DPOOptions
 from hf_strategies.trainers.arguments import OnlineArguments, StrategyArguments
 from hf_strategies.trainers.base import StrategyTrainer
+from hf_strategies.trainers.reference import ReferenceArguments
 
 
 @dataclass
-class DPOConfig(DPOOptions, StrategyArguments):
+class DPOConfig(DPOOptions, ReferenceArguments, StrategyArguments):
     """Config of `DPOTrainer`."""
 
     learning_rate: float = option(1e-6, "Initial learning rate; about ten times higher is usual with LoRA.")
 
 
 @dataclass
-class OnlineDPOConfig(DPOOptions, OnlineArguments):
+class OnlineDPOConfig(DPOOptions, ReferenceArguments, OnlineArguments):
     """Config of `OnlineDPOTrainer`; batches count completions."""
 
+    aliases: ClassVar[dict[str, str]] = {"max_new_tokens": "max_completion_length"}
     learning_rate: float = option(5e-7, "Initial learning rate; about ten times higher is usual with LoRA.")
-    num_generations: int = option(2, "Completions per prompt (G); best and worst make the pair.")
+    num_generations: int = option(2, "Completions per prompt (G); pair_selection makes pairs of them.")
+    max_new_tokens: int | None = option(None, "Another name of max_completion_length.")
 
 
 class DPOTrainer(StrategyTrainer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,31 @@ class EvaluationMixin(Trainer):
     last_eval_table: list[dict[str, Any]]
     _eval_position: int
     _preprocess_logits: Any
+    encoded: Callable[[Any], Any]
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """`Trainer.evaluate`; a dataset given here is read like those that the trainer was made with.
+
+        Args:
+            eval_dataset: a dataset, a dict of such, or the name of one of the trainer's own; all of these when left
+                out.
+            ignore_keys: not used.
+            metric_key_prefix: of the metrics' names.
+        """
+        if isinstance(eval_dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, dataset in eval_dataset.items():
+                metrics |= self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.encoded(eval_dataset)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.predict`; the dataset is read like those that the trainer was made with."""
+        return super().predict(self.encoded(test_dataset), *args, **kwargs)
 
     def prediction_step(
         self,

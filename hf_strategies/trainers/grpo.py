@@ -10,12 +10,13 @@ from hf_strategies.options import option
 from hf_strategies.strategies.grpo import GRPOOptions
 from hf_strategies.trainers.arguments import OnlineArguments
 from hf_strategies.trainers.base import StrategyTrainer
+from hf_strategies.trainers.reference import ReferenceArguments
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class GRPOConfig(GRPOOptions, OnlineArguments):
+class GRPOConfig(GRPOOptions, ReferenceArguments, OnlineArguments):
     """Config of `GRPOTrainer`."""
 
     learning_rate: float = option(1e-6, "Initial learning rate; about ten times higher is usual with LoRA.")

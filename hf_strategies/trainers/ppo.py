@@ -9,10 +9,11 @@ from hf_strategies.options import option
 from hf_strategies.strategies.ppo import PPOOptions
 from hf_strategies.trainers.arguments import OnlineArguments
 from hf_strategies.trainers.base import StrategyTrainer
+from hf_strategies.trainers.reference import ReferenceArguments
 
 
 @dataclass
-class PPOConfig(PPOOptions, OnlineArguments):
+class PPOConfig(PPOOptions, ReferenceArguments, OnlineArguments):
     """Config of `PPOTrainer`; ``num_iterations`` are the PPO epochs over a rollout."""
 
     learning_rate: float = option(3e-6, "Initial learning rate; about ten times higher is usual with LoRA.")

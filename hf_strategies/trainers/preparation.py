@@ -84,11 +84,27 @@ class Preparation:
         everywhere = torch.tensor(gather_object(rewards), dtype=torch.float64, device=batch.device)
         return (everywhere.std() if len(everywhere) > 1 else everywhere.new_zeros(())).expand(batch.num_rows)
 
+    def score_reference(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Log-probabilities of the reference, [N, C] in nats; called without gradient, in evaluation mode.
+
+        Raises:
+            ValueError: there is none any more.
+        """
+        if self.reference is None:
+            raise ValueError(
+                "precompute_ref_log_probs=True: the weights the run started from are not kept, so that rows that were "
+                "not there then cannot be compared with them; give the dataset when the trainer is made, or a "
+                "ref_model, or leave precompute_ref_log_probs off"
+            )
+        with self.reference.activated(model) as reference:
+            return self.forward(reference, batch).policy.logprobs
+
     def _pin(self, model: nn.Module, batch: Batch, pin_old: bool) -> Batch:
         """Compute what later passes over these rows must find unchanged, without gradient."""
         wants_values = self.strategy.needs_critic
         wants_old = pin_old and batch.old_logprobs is None
-        if not (wants_old or wants_values or self.reference):
+        wants_reference = self.strategy.needs_reference and batch.ref_logprobs is None
+        if not (wants_old or wants_values or wants_reference):
             return batch
         pinned = []
         with generating(model):
@@ -98,9 +114,8 @@ class Preparation:
                     part = part.replace(
                         values=policy.values, old_logprobs=policy.logprobs if wants_old else part.old_logprobs
                     )
-                if self.reference is not None:
-                    with self.reference.activated(model) as reference:
-                        part = part.replace(ref_logprobs=self.forward(reference, part).policy.logprobs)
+                if wants_reference:
+                    part = part.replace(ref_logprobs=self.score_reference(model, part))
                 pinned.append(part)
         # Concatenation numbers groups per part; rows of one group may have been in two.
         return Batch.cat(pinned).replace(group=batch.group)

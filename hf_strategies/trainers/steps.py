@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from hf_strategies.batch import Batch
 from hf_strategies.modeling.forward import CheckedForward, ForwardResult
+from hf_strategies.reporting.completions import USE
 from hf_strategies.reporting.metrics import MetricStore
 from hf_strategies.rollout.callback import Rollout, RolloutCallback
 from hf_strategies.stats import Mean
@@ -102,6 +103,8 @@ class StepMixin(Trainer):
         if self.rollouts.buffer.needs_rollout:
             rollout = self.rollouts.rollout(examples, self.state)
             pin_old = self.strategy.needs_old_logprobs or self.args.updates_within_rollout
+            for row, use in zip(rollout.table, self.strategy.uses(rollout.batch), strict=False):
+                row[USE] = use
             parts, whole = self.args.resolved_steps_per_generation, rollout.batch.to(device)
             # Groups that stay together are cut before rows are selected: which prompts a step trains on must not
             # depend on how many of the others are left out, here or on another process.

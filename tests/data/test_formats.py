@@ -95,12 +95,44 @@ def test_prompt_of_a_pair_ends_before_the_space() -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "rejected"),
-    [("ab", "cb"), ("ab", "ab"), ("ab", "abc"), (chat("a", "b"), chat("c", "b")), (chat("a"), chat("a", "b"))],
+    [
+        ("ab", "cb"),
+        (" a", " b"),
+        (chat("a", "b"), chat("c", "b")),
+        (chat("a"), chat("a", "b")),
+        (chat("a"), chat("a")),
+    ],
 )
 def test_pair_without_a_prompt(chosen: Any, rejected: Any) -> None:
-    """Nothing in common, or nothing said beyond it."""
-    with pytest.raises(ValueError, match="must begin with the same prompt and go on differently"):
+    """Nothing in common."""
+    with pytest.raises(ValueError, match="must begin with the same prompt"):
         split_pair(chosen, rejected)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_answer_begins_with_the_other(turned: bool) -> None:
+    """The shorter text says no more than its end; of conversations the shorter one's last message is its answer."""
+    short, long = {"chosen": "ab", "rejected": "abc"}, {"chosen": chat("a", "b"), "rejected": chat("a", "b", "c", "d")}
+    rows = [dict(zip(row, reversed(list(row.values())), strict=True)) if turned else row for row in (short, long)]
+    texts, messages = (read_example(row, make_tokenizer()).rows[:: -1 if turned else 1] for row in rows)
+    assert [[*row.prompt_ids, *row.completion_ids] for row in texts] == [
+        [VOCAB["a"], VOCAB["b"], EOS],
+        [VOCAB["a"], VOCAB["b"], VOCAB["c"], EOS],
+    ]
+    assert [len(row.completion_ids) for row in texts] == [1, 2]
+    split = split_pair(long["chosen"], long["rejected"])
+    assert split == {"prompt": chat("a"), "chosen": chat("a", "b")[1:], "rejected": chat("a", "b", "c", "d")[1:]}
+    assert len(messages[0].completion_ids) < len(messages[1].completion_ids)
+    assert list(messages[0].prompt_ids) == list(messages[1].prompt_ids)
+
+
+def test_equal_answers_are_counted() -> None:
+    """As with a prompt column: left out, and said."""
+    good = {"chosen": "ab", "rejected": "ac"}
+    encoded = encode_dataset(
+        Dataset.from_list([good, {"chosen": "ab", "rejected": "ab"}]), make_tokenizer(), 8, min_rows=2
+    )
+    assert encoded.dropped == {"equal_completions": 1}
 
 
 def test_conversation_does_not_answer_a_text() -> None:

@@ -21,6 +21,9 @@ REPLAYED = [
     "dpo:adapter_off",
     "dpo:adapter_copy",
     # Pitfall A-35: layers that run again in the backward pass, under DDP.
+    "dpo:precompute",
+    "dpo:sync",
+    "dpo:running_mean",
     "dpo:checkpointing",
     "online_grpo:checkpointing",
     "sft:token_budget",
@@ -50,8 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of every scenario by one process and by two."""
     path = tmp_path_factory.mktemp("two")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    caches = (str(path / "cache1"), str(path / "cache2"))  # what one has computed, two must compute themselves
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    for start, world in (([sys.executable], 1), (torchrun, 2)):
+    for start, world, cache in (([sys.executable], 1, caches[0]), (torchrun, 2, caches[1])):
+        environment["HF_STRATEGIES_CACHE"] = cache
         names = REPLAYED + SAMPLED + ([*BUGS, *RESUMED] if world == 2 else [])
         command = [*start, str(WORKER), str(path), str(world), *names]
         done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)

@@ -71,6 +71,13 @@ def scenario(name: str, world: int) -> dict[str, Any]:
         options |= {"engine": None, "temperature": 0.8}
     elif special == "adapter_off":
         options |= {"model": lora(policy("gpt2"), nonzero=False), "trainer": {}}
+    elif special == "precompute":
+        # Three batches of eight of all rows: one process has two of them to score, the other one.
+        options |= {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 8}
+    elif special == "running_mean":
+        options |= {"loss_type": "bco_pair", "bco_running_mean": True, "beta": 0.5}
+    elif special == "sync":
+        options |= {"model": lora(policy("llama")), "trainer": {}, "sync_ref_model": True, "ref_model_sync_steps": 1}
     elif special == "checkpointing":
         options |= {
             "model": lora(policy("llama"), nonzero=False),

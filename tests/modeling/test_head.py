@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -82,23 +83,29 @@ def test_by_hand() -> None:
     assert float(scores.entropy) == pytest.approx(0.5623351, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "wanted", [EXTRAS, [name for name in EXTRAS if name != "vocab_mean"]], ids=["all", "detached"]
+)
 @pytest.mark.parametrize("plain", [False, True])
-def test_extras_by_hand(plain: bool) -> None:
+def test_extras_by_hand(plain: bool, wanted: list[str]) -> None:
     """Two distributions: (3/4, 1/4) scored at its likelier token, (1/2, 1/2) where a tie is as good as the best."""
     head = nn.Linear(1, 2, bias=False, dtype=torch.float64).requires_grad_(False)
     head.weight.copy_(torch.tensor([[1.0], [0.0]]))
     hidden = torch.tensor([[3.0], [3.0], [1.0]], dtype=torch.float64).log()
     targets = torch.tensor([0, 1, 1])
     scores = (
-        score_logits(head(hidden), targets, EXTRAS)
+        score_logits(head(hidden), targets, wanted)
         if plain
-        else score_hidden(head, hidden, targets, LogitShape(), EXTRAS)
+        else score_hidden(head, hidden, targets, LogitShape(), wanted)
     )
     assert scores.correct.tolist() == [1.0, 0.0, 1.0]
     assert scores.greedy.tolist() == [0, 0, 0]
     # 9/16 + 1/16, 1/4 + 1/4
     assert scores.log_collision.exp().tolist() == pytest.approx([0.625, 0.625, 0.5])
-    assert scores.vocab_mean.exp().tolist() == pytest.approx([(3 / 16) ** 0.5, (3 / 16) ** 0.5, 0.5])
+    # Logits ln 3, 0 | 0, 0.
+    assert scores.mean_logit.tolist() == pytest.approx([math.log(3) / 2, math.log(3) / 2, 0.0])
+    if "vocab_mean" in wanted:
+        assert scores.vocab_mean.exp().tolist() == pytest.approx([(3 / 16) ** 0.5, (3 / 16) ** 0.5, 0.5])
 
 
 def test_no_direction_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

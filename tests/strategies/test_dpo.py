@@ -179,7 +179,7 @@ def test_what_it_declares() -> None:
     strategy = make_strategy("dpo")
     assert isinstance(strategy, DPO)
     assert strategy.min_group_size == 2
-    assert declared(strategy) == {"needs_rewards", "needs_reference", "keep_groups"}
+    assert declared(strategy) == {"needs_rewards", "needs_reference", "keep_groups", "correct", "mean_logit"}
 
 
 @pytest.mark.parametrize(
@@ -335,3 +335,39 @@ def test_best_and_a_random_one() -> None:
         assert best == 0
         partners.add(partner)
     assert partners == {1, 2}
+
+
+def test_token_metrics_by_hand() -> None:
+    """Over trained tokens, those of the chosen rows and of the rejected ones; a tool's token counts in neither."""
+    batch, logprobs = pairs()
+    strategy = make_strategy("dpo")
+    logits = f64([[1.0, 2.0, NAN, NAN], [5.0, NAN, NAN, NAN], [6.0, NAN, NAN, NAN], [1.0, 2.0, 99.0, 6.0]])
+    correct = f64([[1.0, 0.0, NAN, NAN], [1.0, NAN, NAN, NAN], [1.0, NAN, NAN, NAN], [1.0, 1.0, 1.0, 1.0]])
+    policy = PolicyOutput(logprobs, mean_logit=logits, correct=correct)
+    _, metrics = strategy.loss(policy, batch, strategy.count_items(batch))
+    assert number(metrics["logits/chosen"]) == 3.0  # 1, 2, 6
+    assert number(metrics["logits/rejected"]) == 3.5  # 5, 1, 2, 6
+    assert number(metrics["mean_token_accuracy"]) == pytest.approx(2 / 3)  # of the chosen
+
+
+def test_uses_of_rows() -> None:
+    """Rewards 1, 3, 2 | 5, 5 | 0, NaN, 4, and what people read of it."""
+    rewards = f64([1.0, 3.0, 2.0, 5.0, 5.0, 0.0, NAN, 4.0])
+    batch = batch_of(booleans([[1]] * 8), [0, 0, 0, 1, 1, 2, 2, 2], rewards=rewards)
+    assert make_strategy("online_dpo").uses(batch) == ["rejected", "chosen", "", "", "", "rejected", "", "chosen"]
+    assert make_strategy("online_dpo", pair_selection="all_pairs").uses(batch) == [
+        "rejected x2",
+        "chosen x2",
+        "chosen, rejected",
+        "",
+        "",
+        "rejected",
+        "",
+        "chosen",
+    ]
+    assert make_strategy("online_grpo").uses(batch) == []
+
+
+def test_running_mean_needs_its_loss() -> None:
+    with pytest.raises(ValueError, match="only loss_type 'bco_pair' has a shift"):
+        make_strategy("dpo", bco_running_mean=True)

@@ -74,6 +74,7 @@ DEFAULTS = {
         "ld_alpha": None,
         "use_weighting": False,
         "discopop_tau": 0.05,
+        "bco_running_mean": False,
         "simpo_gamma": 0.5,
         "pair_selection": "best_worst",
     },
