@@ -39,10 +39,17 @@ def encode_completion(
         raise ValueError(
             f"the prompt is a text and its answer a conversation: give both as texts or both as messages ({prompt!r})"
         )
-    whole = encoder.conversation(prompt + as_messages(completion, "assistant"), generation_prompt=False)
-    if whole[: len(prompt_ids)] != prompt_ids:
+    text = encoder.rendered(prompt + as_messages(completion, "assistant"), generation_prompt=False)
+    opened = encoder.rendered(prompt, generation_prompt=True)
+    whole = encoder.ids(text)
+    if whole[: len(prompt_ids)] == prompt_ids:
+        answer = whole[len(prompt_ids) :]
+    elif text.startswith(opened):
+        # An answer that begins with a space makes one token with the opened turn; a model that answers cannot.
+        answer = encoder.ids(text[len(opened) :])
+    else:
         prompt_ids = _kept_prompt(encoder, prompt, prompt_ids, whole)
-    answer = whole[len(prompt_ids) :]
+        answer = whole[len(prompt_ids) :]
     return prompt_ids, answer[: answer_length(encoder, answer)]
 
 
@@ -83,6 +90,11 @@ def split_pair(chosen: Any, rejected: Any) -> dict[str, Any]:
         same += 1
     texts = isinstance(chosen, str)
     same -= chosen[same - 1 : same] == " " if texts else same == min(len(chosen), len(rejected))
+    if same > 0 and not texts and any(answer[same]["role"] == "user" for answer in (chosen, rejected)):
+        raise ValueError(
+            "without a prompt column, what follows the messages that chosen and rejected begin with must be answers, "
+            f"not a user's turn (chosen: {chosen!r}, rejected: {rejected!r})"
+        )
     if same <= 0:
         raise ValueError(
             "without a prompt column, chosen and rejected must begin with the same prompt "

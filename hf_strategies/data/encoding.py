@@ -50,7 +50,7 @@ class Encoder:
             begins: it is the beginning of a row: exactly one beginning-of-sequence token stands before it if the
                 tokenizer puts one there.
         """
-        ids = self._ids(self._protected(text))
+        ids = self.ids(self._protected(text))
         if not begins:
             return ids
         bos = self.tokenizer.bos_token_id
@@ -73,15 +73,22 @@ class Encoder:
         Raises:
             ValueError: no chat template.
         """
+        return self.ids(self.rendered(messages, generation_prompt=generation_prompt))
+
+    def rendered(self, messages: Messages, *, generation_prompt: bool) -> str:
+        """Text of messages under the chat template, as `ids` reads it.
+
+        Raises:
+            ValueError: no chat template.
+        """
         require_chat_template(self.tokenizer)
-        rendered = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             [self._protected_message(message) for message in messages],
             # Rendered and then encoded, so that the return type does not depend on the transformers version.
             tokenize=False,
             add_generation_prompt=generation_prompt,
             **self.template_kwargs,
         )
-        return self._ids(rendered)
 
     def prompt(self, prompt: str | Messages) -> list[int]:
         """Token ids a completion is conditioned on; a conversation ends with the opening of the assistant's turn.
@@ -141,7 +148,8 @@ class Encoder:
             return {**message, "content": parts}
         return message
 
-    def _ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a rendered text, nothing added."""
         if not self.plain_text:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         parts = re.split(f"([{chr(FIRST_PLACEHOLDER)}-{chr(LAST_PLACEHOLDER)}])", text)

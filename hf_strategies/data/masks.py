@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 from hf_strategies.data.chat import Messages
@@ -28,21 +29,34 @@ def assistant_tokens(encoder: Encoder, messages: Messages) -> tuple[list[int], l
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **encoder.template_kwargs
         )
         return list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
-    whole = encoder.conversation(messages, generation_prompt=False)
-    mask = [False] * len(whole)
+    whole = encoder.rendered(messages, generation_prompt=False)
+    bounds = [0]  # where what is not an answer ends, where an answer does, and so on
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         opened = _rendered(encoder, messages[:i], generation_prompt=True)
         answered = _rendered(encoder, messages[: i + 1], generation_prompt=False)
-        if opened is None or answered is None or whole[: len(opened)] != opened or whole[: len(answered)] != answered:
+        if opened is None or answered is None or not whole.startswith(opened) or not whole.startswith(answered):
             raise ValueError(
                 f"assistant_only_loss=True: the chat template renders messages[{i}] or what precedes it differently "
                 f"once other turns follow, so its answer cannot be told apart: {ADVICE}"
             )
-        end = len(opened) + answer_length(encoder, answered[len(opened) :])
-        mask[len(opened) : end] = [True] * (end - len(opened))
-    return whole, mask
+        bounds += [len(opened), len(answered)]
+    ids, mask = [], []
+    for i, piece in enumerate(_pieces(encoder, whole, [*bounds, len(whole)])):
+        trained = answer_length(encoder, piece) if i % 2 else 0
+        ids += piece
+        mask += [True] * trained + [False] * (len(piece) - trained)
+    return ids, mask
+
+
+def _pieces(encoder: Encoder, text: str, bounds: list[int]) -> list[list[int]]:
+    """Token ids of the parts of a text, which no token spans: those of the whole text where none does."""
+    parts = list(pairwise(bounds))
+    whole, heads = encoder.ids(text), [encoder.ids(text[:end]) for _, end in parts]
+    if all(whole[: len(head)] == head for head in heads):
+        return [whole[low:high] for low, high in pairwise([0, *map(len, heads)])]
+    return [encoder.ids(text[low:high]) for low, high in parts]
 
 
 def answer_length(encoder: Encoder, answer: list[int]) -> int:
@@ -54,12 +68,12 @@ def answer_length(encoder: Encoder, answer: list[int]) -> int:
     return len(answer) - answer[::-1].index(eos) if eos in answer else len(answer)
 
 
-def _rendered(encoder: Encoder, messages: Messages, *, generation_prompt: bool) -> list[int] | None:
+def _rendered(encoder: Encoder, messages: Messages, *, generation_prompt: bool) -> str | None:
     """None where the template refuses a part of a conversation, as one that begins with an answer."""
     if not messages:
         return None
     try:
-        return encoder.conversation(messages, generation_prompt=generation_prompt)
+        return encoder.rendered(messages, generation_prompt=generation_prompt)
     except Exception:  # a template raises what it likes
         return None
 

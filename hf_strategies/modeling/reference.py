@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
@@ -36,13 +35,13 @@ class Reference(ABC):
             policy: the policy as it is called in training, wrapped or not.
         """
 
-    @abstractmethod
-    def weights(self, policy: nn.Module) -> Mapping[str, Tensor]:
-        """Everything its outputs depend on.
+    def identity(self, policy: nn.Module) -> tuple[nn.Module, Mapping[str, Tensor]]:
+        """The model that gives its outputs, and the weights among that model's that do.
 
         Args:
             policy: unwrapped policy.
         """
+        raise TypeError(f"a reference of the kind {type(self).__name__} is not asked ahead of training")
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
         """Become ``alpha * policy + (1 - alpha) * reference``.
@@ -71,8 +70,8 @@ class Present(Reference):
     def activated(self, policy: nn.Module) -> Iterator[nn.Module]:  # noqa: D102 - see Reference
         yield policy
 
-    def weights(self, policy: nn.Module) -> Mapping[str, Tensor]:  # noqa: D102 - see Reference
-        return policy.state_dict()
+    def identity(self, policy: nn.Module) -> tuple[nn.Module, Mapping[str, Tensor]]:  # noqa: D102 - see Reference
+        return policy, policy.state_dict()
 
 
 class AdapterOff(Reference):
@@ -86,8 +85,11 @@ class AdapterOff(Reference):
         with self.model.disable_adapter():
             yield policy
 
-    def weights(self, policy: nn.Module) -> Mapping[str, Tensor]:  # noqa: D102 - see Reference
-        return _base_weights(self.model)
+    def identity(self, policy: nn.Module) -> tuple[nn.Module, Mapping[str, Tensor]]:  # noqa: D102 - see Reference
+        base, prefix = self.model.get_base_model(), cast(str, self.model.base_model.prefix)
+        # Named as without an adapter.
+        weights = {name.replace(".base_layer.", "."): value for name, value in base.state_dict().items()}
+        return base, {name: value for name, value in weights.items() if prefix not in name}
 
 
 class FrozenAdapter(Reference):
@@ -109,11 +111,12 @@ class FrozenAdapter(Reference):
             raise ValueError(f"the model has an adapter called {REFERENCE_ADAPTER!r} already; rename or delete it")
         trainable = _requires_grad(model)
         config = copy.deepcopy(model.peft_config[self.policy_adapter])
+        if isinstance(config, LoraConfig):
+            config.init_lora_weights = True  # others (PiSSA, OLoRA) would take their part out of the base once more
         if mixed:
             assert isinstance(config, LoraConfig)
             config.r *= MIXED_RANKS
             config.rank_pattern = {name: MIXED_RANKS * rank for name, rank in (config.rank_pattern or {}).items()}
-            config.init_lora_weights = True
         model.add_adapter(REFERENCE_ADAPTER, config)
         model.set_adapter(self.policy_adapter)
         self.mix(model, 1.0)
@@ -132,25 +135,17 @@ class FrozenAdapter(Reference):
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(trainable[name])
 
-    def weights(self, policy: nn.Module) -> Mapping[str, Tensor]:  # noqa: D102 - see Reference
-        scales = {
-            f"{name}.scaling": torch.tensor(module.scaling[REFERENCE_ADAPTER])
-            for name, module in self.model.named_modules()
-            if isinstance(module, LoraLayer) and REFERENCE_ADAPTER in module.scaling
-        }
-        return {**_base_weights(self.model), **self.state(), **scales}
-
     @torch.no_grad()
     def mix(self, policy: nn.Module, alpha: float) -> None:  # noqa: D102 - see Reference
         if not self.mixed:
-            self.load_state(get_peft_model_state_dict(self.model, adapter_name=self.policy_adapter))
+            self.load_state(_adapter_state(self.model, self.policy_adapter))
             return
         for module in self.model.modules():
-            if isinstance(module, LoraLinear) and REFERENCE_ADAPTER in module.lora_A:
+            if isinstance(module, LoraLayer) and REFERENCE_ADAPTER in module.lora_A:
                 _mix_products(module, self.policy_adapter, REFERENCE_ADAPTER, alpha)
 
     def state(self) -> dict[str, Tensor]:  # noqa: D102 - see Reference
-        return get_peft_model_state_dict(self.model, adapter_name=REFERENCE_ADAPTER)
+        return _adapter_state(self.model, REFERENCE_ADAPTER)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: D102 - see Reference
         set_peft_model_state_dict(self.model, dict(state), adapter_name=REFERENCE_ADAPTER)
@@ -161,6 +156,8 @@ class FrozenModel(Reference):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval().requires_grad_(False)
+        # Float32 beside weights of half precision, in which a small step of a mixture would be rounded away.
+        self._exact: dict[str, Tensor] = {}
 
     @classmethod
     def snapshot(cls, policy: nn.Module) -> FrozenModel:
@@ -172,25 +169,32 @@ class FrozenModel(Reference):
         device = next(policy.parameters()).device
         yield self.model.to(device)
 
-    def weights(self, policy: nn.Module) -> Mapping[str, Tensor]:  # noqa: D102 - see Reference
-        return self.model.state_dict()
+    def identity(self, policy: nn.Module) -> tuple[nn.Module, Mapping[str, Tensor]]:  # noqa: D102 - see Reference
+        return self.model, self.model.state_dict()
 
     @torch.no_grad()
     def mix(self, policy: nn.Module, alpha: float) -> None:  # noqa: D102 - see Reference
         current = dict(policy.named_parameters())
         for name, parameter in self.model.named_parameters():
-            parameter.lerp_(current[name].detach().to(parameter), alpha)
+            exact: Tensor = parameter
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                exact = self._exact.setdefault(name, parameter.detach().float())
+            exact.lerp_(current[name].detach().to(exact), alpha)
+            parameter.copy_(exact)
 
     def state(self) -> dict[str, Tensor]:  # noqa: D102 - see Reference
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return {name: self._exact.get(name, parameter.detach()) for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: D102 - see Reference
         for name, parameter in self.model.named_parameters():
             parameter.copy_(state[name])
+            if state[name].dtype != parameter.dtype:
+                self._exact[name] = state[name].to(parameter.device)
 
     def park(self) -> None:  # noqa: D102 - see Reference
-        self.model.to("cpu")
+        if not hasattr(self.model, "hf_device_map"):  # what is spread over devices stays there
+            self.model.to("cpu")
 
 
 def make_reference(
@@ -273,9 +277,9 @@ def _mix_products(layer: Any, policy: str, reference: str, alpha: float) -> None
         weight[tuple(slice(size) for size in value.shape)] = value.to(weight)
 
 
-def _base_weights(model: PeftModel) -> dict[str, Tensor]:
-    prefix = cast(str, model.base_model.prefix)
-    return {name: value for name, value in model.get_base_model().state_dict().items() if prefix not in name}
+def _adapter_state(model: PeftModel, adapter: str) -> dict[str, Tensor]:
+    # peft would add the base's embeddings where the vocabulary has grown.
+    return get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
 
 
 def _is_identity(model: PeftModel) -> bool:
@@ -302,7 +306,13 @@ def _is_plain_lora(model: PeftModel) -> bool:
     extras = ("modules_to_save", "use_dora", "lora_bias", "trainable_token_indices", "target_parameters")
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     plain = isinstance(config, LoraConfig) and not any(getattr(config, name, None) for name in extras)
-    return plain and bool(layers) and all(type(layer) is LoraLinear for layer in layers)
+    return plain and bool(layers) and all(map(_is_product, layers))
+
+
+def _is_product(layer: LoraLayer) -> bool:
+    # Whatever the base layer is: quantised ones too.
+    parts = (*layer.lora_A.values(), *layer.lora_B.values())
+    return bool(parts) and all(type(part) is nn.Linear for part in parts) and not getattr(layer, "lora_variant", None)
 
 
 def _trains_base_bias(model: PeftModel) -> bool:

@@ -1,4 +1,4 @@
-"""What a strategy is: three pure hooks between rows and gradient, and a declaration of what they need."""
+"""What a strategy is: three hooks between rows and gradient, and a declaration of what they need."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ class Strategy(ABC):
     """
 
     Options: ClassVar[type[_options.Options]]
-    # Sums over all rows of earlier optimizer steps and processes that a loss may read; checkpoints keep them.
+    # Sums over all rows of earlier optimizer steps and processes that a loss may read, set on construction. They are
+    # in every checkpoint.
     sums: Tensor | None = None
-    # What the rows of the present step add to them, on this process.
+    # What the rows of the present step add to them on this process: for `loss` to add to. The only thing that it may
+    # change.
     unmerged: Tensor | None = None
 
     needs_rewards: ClassVar[bool] = False

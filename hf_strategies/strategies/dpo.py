@@ -9,7 +9,7 @@ of a group, chosen first; which completions of a sampled group make pairs is dec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -66,8 +66,25 @@ class DPOOptions(Options):
         if self.ld_alpha is not None:
             self.require_number("ld_alpha", 0.0, 1.0)
         self._validate_losses()
+        self._validate_own()
         if self.bco_running_mean and "bco_pair" not in self.loss_type:
             raise ValueError(f"bco_running_mean=True: only loss_type 'bco_pair' has a shift, not {self.loss_type}")
+
+    def _validate_own(self) -> None:
+        """Refuse what none of the losses reads."""
+        defaults = {f.name: f.default for f in fields(DPOOptions)}
+        for name, loss in (("discopop_tau", "discopop"), ("simpo_gamma", "simpo")):
+            if getattr(self, name) != defaults[name] and loss not in self.loss_type:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: only loss_type {loss!r} has it, not {self.loss_type}"
+                )
+        alpha, kind = self.f_alpha_divergence_coef, self.f_divergence_type
+        if alpha != defaults["f_alpha_divergence_coef"] and kind != "alpha_divergence":
+            raise ValueError(
+                f"f_alpha_divergence_coef={alpha!r}: only f_divergence_type 'alpha_divergence' has it, not {kind!r}"
+            )
+        if self.f_divergence_type != "reverse_kl" and not any(LOSSES[name].diverges for name in self.loss_type):
+            raise ValueError(f"f_divergence_type={self.f_divergence_type!r}: loss_type {self.loss_type} has none")
 
     def _validate_losses(self) -> None:
         if isinstance(self.loss_type, str):
@@ -121,7 +138,7 @@ class DPO(Strategy):
     def __init__(self, options: DPOOptions) -> None:
         super().__init__(options)
         if self.options.bco_running_mean:
-            self.sums, self.unmerged = (torch.zeros(2, dtype=torch.float64) for _ in range(2))
+            self.sums = torch.zeros(2, dtype=torch.float64)
 
     @property
     def needs_reference(self) -> bool:  # noqa: D102 - see Strategy

@@ -47,16 +47,10 @@ def select_pairs(batch: Batch, how: str) -> tuple[Batch, Metrics]:
         batch: whole groups, with rewards.
         how: see `choose`.
     """
-    trains = batch.loss_mask.any(dim=1).cpu()
-    pairs = _pairs_of_groups(batch, how)
-    groups, tied = len(pairs), sum(not chosen for chosen in pairs)
-    rows_of_pairs: list[int] = []
-    empty = 0
-    for better, worse in chain.from_iterable(pairs):
-        if trains[better] and trains[worse]:
-            rows_of_pairs += [better, worse]
-        else:
-            empty += 1
+    pairs, tied, groups = _pairs_of_groups(batch, how)
+    training = _training(pairs, batch)
+    empty = len(pairs) - len(training)
+    rows_of_pairs = list(chain.from_iterable(training))
     metrics: Metrics = {
         "frac_pairs_tied": Mean(torch.tensor(float(tied)), torch.tensor(groups)),
         "rows_dropped/empty_side": Mean(torch.tensor(float(empty)), torch.tensor(groups)),
@@ -72,25 +66,34 @@ def uses_of(batch: Batch, how: str) -> list[str]:
         how: see `choose`.
     """
     sides = [Counter[str]() for _ in range(batch.num_rows)]
-    for better, worse in chain.from_iterable(_pairs_of_groups(batch, how)):
+    for better, worse in _training(_pairs_of_groups(batch, how)[0], batch):
         sides[better]["chosen"] += 1
         sides[worse]["rejected"] += 1
     return [", ".join(name if n == 1 else f"{name} x{n}" for name, n in sorted(side.items())) for side in sides]
 
 
-def _pairs_of_groups(batch: Batch, how: str) -> list[list[tuple[int, int]]]:
-    """Row numbers (better, worse) of the pairs of each group."""
+def _training(pairs: list[tuple[int, int]], batch: Batch) -> list[tuple[int, int]]:
+    """Pairs of which both sides train something."""
+    trains = batch.loss_mask.any(dim=1).cpu()
+    return [(better, worse) for better, worse in pairs if trains[better] and trains[worse]]
+
+
+def _pairs_of_groups(batch: Batch, how: str) -> tuple[list[tuple[int, int]], int, int]:
+    """Row numbers (better, worse) of all pairs, the number of groups without one, and that of all groups."""
     assert batch.rewards is not None
     # Decided on the host: on an accelerator every group would wait for it several times.
     rewards, group = batch.rewards.cpu(), batch.group.cpu()
-    pairs = []
+    pairs: list[tuple[int, int]] = []
+    tied = groups = 0
     for number in group.unique_consecutive().tolist():
         if number < 0:
             continue
         rows = torch.nonzero((group == number) & ~rewards.isnan()).flatten().tolist()
         chosen = choose([float(rewards[row]) for row in rows], how, _draw(batch, rows) if how == "best_random" else 0)
-        pairs.append([(rows[better], rows[worse]) for better, worse in chosen])
-    return pairs
+        pairs += [(rows[better], rows[worse]) for better, worse in chosen]
+        tied += not chosen
+        groups += 1
+    return pairs, tied, groups
 
 
 def _draw(batch: Batch, rows: Sequence[int]) -> int:

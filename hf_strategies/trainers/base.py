@@ -50,7 +50,7 @@ from hf_strategies.trainers.arguments import (
     strategy_options,
 )
 from hf_strategies.trainers.checkpoints import CheckpointMixin
-from hf_strategies.trainers.checks import check_noise, check_reference, check_rewards, check_run
+from hf_strategies.trainers.checks import check_all_sizes, check_noise, check_reference, check_rewards, check_run
 from hf_strategies.trainers.datasets import prepare_data
 from hf_strategies.trainers.evaluation import EvaluationMixin
 from hf_strategies.trainers.micro_batches import check_low_memory
@@ -160,18 +160,14 @@ class StrategyTrainer(StepMixin, EvaluationMixin, ReferenceMixin, CheckpointMixi
             rollout_args=rollout_args,
             formatting_func=formatting_func,
         )
-        self._check_sizes = partial(check_sizes, config, tokenizer)
+        compared = ref_model if self.strategy.needs_reference else None
+        self._check_sizes = partial(check_all_sizes, config, tokenizer, compared)
         data = self._read(train_dataset, eval_dataset)
         self._check_sizes(data.longest, data.largest_id)
         if isinstance(data.train, EncodedStream):
             data.train.check = self._check_sizes
             # Every process reads the whole stream and takes its share: batches of rows cannot be sent around.
             args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
-        if ref_model is not None and self.strategy.needs_reference:
-            try:
-                check_sizes(ref_model.config, tokenizer, data.longest, data.largest_id)
-            except ValueError as error:
-                raise ValueError(f"ref_model: {error}") from None
         self.dropped = data.dropped
         self.lost_tokens = data.lost_tokens
         self.rollouts: RolloutCallback | None = None
@@ -220,6 +216,7 @@ class StrategyTrainer(StepMixin, EvaluationMixin, ReferenceMixin, CheckpointMixi
         self._eval_position = 0
         self._train_sampler: RolloutSampler | None = None
         self.last_eval_table: list[dict[str, Any]] = []
+        self.prepare.autocast = self.accelerator.autocast
         self.synced_reference = None
         if reference is not None:
             self._set_up_reference(reference, reference_args)
@@ -239,9 +236,9 @@ class StrategyTrainer(StepMixin, EvaluationMixin, ReferenceMixin, CheckpointMixi
         """Evaluation data in token ids, as those that the trainer was made with.
 
         Args:
-            dataset: one dataset; one that is encoded already stays as it is.
+            dataset: one dataset; given rows that are encoded already stay as they are.
         """
-        if isinstance(dataset, Dataset) and ENCODED in dataset.column_names:
+        if self.rollouts is None and isinstance(dataset, Dataset) and ENCODED in dataset.column_names:
             return dataset
         data = self._read(None, dataset)
         self._check_sizes(data.longest, data.largest_id)
@@ -304,13 +301,15 @@ class _StrategySums(TrainerCallback):
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
+        assert strategy.sums is not None
+        self._zeros = torch.zeros_like(strategy.sums, device="cpu")
+        strategy.unmerged = self._zeros.clone()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.strategy.sums is not None
         assert self.strategy.unmerged is not None
-        for mine in gather_object([self.strategy.unmerged]):
-            self.strategy.sums = self.strategy.sums + mine
-        self.strategy.unmerged = torch.zeros_like(self.strategy.unmerged)
+        self.strategy.sums = torch.stack([self.strategy.sums, *gather_object([self.strategy.unmerged.cpu()])]).sum(0)
+        self.strategy.unmerged = self._zeros.clone()
 
 
 class _EpochSeed(TrainerCallback):

@@ -195,7 +195,12 @@ class CheckpointMixin(Trainer):
         if state_file.exists():
             state = json.loads(state_file.read_text())
             self.num_tokens = state["num_tokens"]
-            if self.strategy.sums is not None and state.get("sums") is not None:
+            if self.strategy.sums is not None:
+                if state.get("sums") is None:
+                    raise ValueError(
+                        f"the checkpoint {checkpoint} has no sums of what the strategy has seen ({STATE_FILE}): was "
+                        "it written with other options?"
+                    )
                 self.strategy.sums = self.strategy.sums.new_tensor(state["sums"])
         if self.synced_reference is not None:
             reference_file = Path(checkpoint) / REFERENCE_FILE

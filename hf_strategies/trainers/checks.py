@@ -10,6 +10,7 @@ from huggingface_hub import get_token
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from hf_strategies.modeling.policy import check_sizes
 from hf_strategies.trainers.arguments import StrategyArguments
 from hf_strategies.trainers.checkpoints import check_checkpoint, named_checkpoint
 
@@ -32,6 +33,16 @@ def check_reference(strategy: str, ref_model: Any, model: Any, needed: bool) -> 
         logger.warning("ref_model is not used: %s compares with no reference under these options", strategy)
     if not isinstance(ref_model, PreTrainedModel | PeftModel):
         raise TypeError(f"ref_model: got {type(ref_model).__name__}, allowed are a PreTrainedModel, PeftModel")
+
+
+def check_all_sizes(config: Any, tokenizer: Any, ref_model: Any, longest_row: int, largest_id: int) -> None:
+    """`check_sizes` for the policy, by its config, and for an explicit reference, if there is one."""
+    check_sizes(config, tokenizer, longest_row, largest_id)
+    if ref_model is not None:
+        try:
+            check_sizes(ref_model.config, tokenizer, longest_row, largest_id)
+        except ValueError as error:
+            raise ValueError(f"ref_model: {error}") from None
 
 
 def check_noise(strategy: str, args: StrategyArguments, allowed: bool) -> None:

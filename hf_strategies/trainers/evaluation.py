@@ -50,10 +50,18 @@ class EvaluationMixin(Trainer):
             return metrics
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self.encoded(eval_dataset)
+            # Trainer keeps the loader of a set under the name of what it was given.
+            getattr(self, "_eval_dataloaders", {}).pop("eval", None)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.predict`; the dataset is read like those that the trainer was made with."""
+        """`Trainer.predict`; the dataset is read like those that the trainer was made with.
+
+        Raises:
+            TypeError: several datasets.
+        """
+        if isinstance(test_dataset, dict):
+            raise TypeError(f"test_dataset: got a dict of {list(test_dataset)}, allowed is one dataset")
         return super().predict(self.encoded(test_dataset), *args, **kwargs)
 
     def prediction_step(
@@ -109,6 +117,7 @@ class EvaluationMixin(Trainer):
         self.metric_store["eval"] = MetricStore()
         with preserved_random_state(self.args.device):
             output = super().evaluation_loop(*args, **kwargs)
+        self.prepare.rest()
         assert output.metrics is not None
         metrics = self.metric_store["eval"].reduce(gather_object)
         output.metrics.pop(f"{prefix}_loss", None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ class Preparation:
         self.forward = forward
         self.reference = reference
         self.rows_per_pass = rows_per_pass
+        # Of the training pass: a model that no engine has wrapped does not do it by itself.
+        self.autocast: Callable[[], AbstractContextManager] = nullcontext
+        # Whether the reference frees the accelerator between two uses.
+        self.parks = False
 
     def __call__(
         self, model: nn.Module, batches: Sequence[Batch], *, pin_old: bool = False
@@ -96,8 +101,13 @@ class Preparation:
                 "not there then cannot be compared with them; give the dataset when the trainer is made, or a "
                 "ref_model, or leave precompute_ref_log_probs off"
             )
-        with self.reference.activated(model) as reference:
+        with self.reference.activated(model) as reference, self.autocast():
             return self.forward(reference, batch).policy.logprobs
+
+    def rest(self) -> None:
+        """No reference is asked for a while."""
+        if self.parks and self.reference is not None:
+            self.reference.park()
 
     def _pin(self, model: nn.Module, batch: Batch, pin_old: bool) -> Batch:
         """Compute what later passes over these rows must find unchanged, without gradient."""

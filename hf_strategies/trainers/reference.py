@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pyarrow as pa
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from hf_strategies.modeling.embedded import cache_dir
 from hf_strategies.modeling.forward import CheckedForward
 from hf_strategies.modeling.generation import generating
 from hf_strategies.modeling.reference import Present, Reference
+from hf_strategies.modeling.unwrap import causal_lm_of
 from hf_strategies.options import Options, option
 from hf_strategies.trainers.preparation import Preparation
 from hf_strategies.trainers.random_state import preserved_random_state
@@ -37,6 +39,8 @@ from hf_strategies.trainers.random_state import preserved_random_state
 logger = logging.getLogger(__name__)
 
 ROWS_PER_HASH = 1000
+# Settings of models and adapters that say where they come from, and nothing of what they compute.
+UNREAD = ("_name_or_path", "transformers_version", "base_model_name_or_path", "peft_version")
 
 
 @dataclass
@@ -63,6 +67,14 @@ class ReferenceArguments(Options):
             self.require_integer("precompute_ref_batch_size", 1)
         self.require_number("ref_model_mixup_alpha", 0.0, 1.0, above=0.0)
         self.require_integer("ref_model_sync_steps", 1)
+        defaults = {f.name: f.default for f in fields(ReferenceArguments)}
+        for name, switch in (
+            ("precompute_ref_batch_size", "precompute_ref_log_probs"),
+            ("ref_model_mixup_alpha", "sync_ref_model"),
+            ("ref_model_sync_steps", "sync_ref_model"),
+        ):
+            if getattr(self, name) != defaults[name] and not getattr(self, switch):
+                raise ValueError(f"{name}={getattr(self, name)!r} has no effect without {switch}=True")
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ValueError(
                 "sync_ref_model=True and precompute_ref_log_probs=True contradict each other: numbers that were "
@@ -129,10 +141,15 @@ def fingerprint_of(reference: Reference, policy: nn.Module, precision: str) -> s
         precision: of the computation.
     """
     digest = hashlib.blake2b(digest_size=16)
-    config: Any = policy.config
-    settings = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    digest.update(json.dumps([precision, settings], sort_keys=True, default=str).encode())
-    for name, value in sorted(reference.weights(policy).items()):
+    model, weights = reference.identity(policy)
+    causal_lm: Any = causal_lm_of(model)
+    settings = [causal_lm.config.to_dict()]
+    if isinstance(model, PeftModel):
+        settings.append(model.peft_config[model.active_adapter].to_dict())
+    kept = [{name: value for name, value in each.items() if name not in UNREAD} for each in settings]
+    what = [precision, type(causal_lm).__name__, *kept]
+    digest.update(json.dumps(what, sort_keys=True, default=str).encode())
+    for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -210,7 +227,9 @@ class ReferenceMixin(Trainer):
             self.add_callback(ReferenceSync(reference, options.mixup_alpha, options.ref_model_sync_steps))
         if not options.precompute_ref_log_probs:
             return
-        policy = self.model.to(self.args.device)
+        policy = self.model
+        if not hasattr(policy, "hf_device_map"):
+            policy.to(self.args.device)
         size = options.precompute_ref_batch_size
         train_size = size or self.args.per_device_train_batch_size
         eval_size = size or self.args.per_device_eval_batch_size
@@ -230,12 +249,13 @@ class ReferenceMixin(Trainer):
         elif self.eval_dataset is not None:
             self.eval_dataset = scores.add_to(self.eval_dataset, eval_size, "eval")
         reference.park()
+        self.prepare.parks = True
         if isinstance(reference, Present):
             self.prepare.reference = None
 
     def _score_reference(self, batch: Batch) -> Tensor:
         """Along the path of training, in its precision."""
-        with preserved_random_state(self.args.device), generating(self.model), self.accelerator.autocast():
+        with preserved_random_state(self.args.device), generating(self.model):
             self.forward_pass.check(self.model, batch, lambda value: max(gather_object([value])))
             return self.prepare.score_reference(self.model, batch)
 
@@ -262,16 +282,19 @@ def _read(file: Path, total: int) -> np.ndarray | None:
         return None
     try:
         values = load_file(file)["logprobs"].numpy()
-    except (SafetensorError, KeyError) as error:
-        logger.warning("%s is damaged (%s): its log-probabilities are computed again", file, error)
+    except (SafetensorError, KeyError, OSError) as error:
+        logger.warning("%s cannot be read (%s): its log-probabilities are computed again", file, error)
         return None
     return values if len(values) == total else None
 
 
 def _write(file: Path, values: np.ndarray) -> None:
     """Whole or not at all: another run may read it meanwhile."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, made = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-    os.close(handle)
-    save_file({"logprobs": torch.from_numpy(values)}, made)
-    os.replace(made, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            made = Path(folder) / file.name
+            save_file({"logprobs": torch.from_numpy(values)}, made)
+            os.replace(made, file)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): the next run computes its log-probabilities again", file, error)

@@ -126,6 +126,12 @@ def test_one_answer_begins_with_the_other(turned: bool) -> None:
     assert list(messages[0].prompt_ids) == list(messages[1].prompt_ids)
 
 
+def test_a_users_turn_is_no_answer() -> None:
+    turns = [*chat("a", "b"), *chat("c")]
+    with pytest.raises(ValueError, match="must be answers, not a user's turn"):
+        split_pair(turns, [*turns, {"role": "assistant", "content": "d"}])
+
+
 def test_equal_answers_are_counted() -> None:
     """As with a prompt column: left out, and said."""
     good = {"chosen": "ab", "rejected": "ac"}

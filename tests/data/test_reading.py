@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from conftest import BOS, END, EOS, VOCAB, make_tokenizer
 from datasets import Dataset
+from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from hf_strategies.data.encoding import Encoder
 from hf_strategies.data.formats import ExampleEncoder, encode_dataset, encode_prompts
@@ -329,3 +331,33 @@ def test_prompts_take_the_same_options() -> None:
     (row,), _ = encode_prompts(rows, tokenizer, reading=reading)
     assert row["prompt_ids"] == [E, USER, A, EOS, ASSISTANT, D]
     assert row["answer"] == "b"
+
+
+@pytest.mark.parametrize("answers", [("d",), ("d", "d"), ("b", "d"), ("db", "bd")], ids=str)
+def test_no_token_spans_an_opened_turn_and_its_answer(answers: tuple[str, ...]) -> None:
+    """Pitfalls C-54, D-67: "c" opens the turn and the answer begins with "d", which "cd" is one token of."""
+    vocabulary = {**VOCAB, "cd": len(VOCAB)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=[("c", "d")])),
+        eos_token="<eos>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ 'c' if m['role'] == 'assistant' }}{{ m['content'] }}<eos>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>c{% endif %}"
+    )
+    assert tokenizer("cd")["input_ids"] == [len(VOCAB)]
+    ids: list[int] = []
+    mask: list[bool] = []
+    messages: list[dict[str, str]] = []
+    for answer in answers:
+        opened = [VOCAB["<user>"], VOCAB["a"], EOS, VOCAB["<assistant>"], VOCAB["c"]]
+        written = [*(VOCAB[c] for c in answer), EOS]
+        ids, mask = [*ids, *opened, *written], [*mask, *[False] * len(opened), *[True] * len(written)]
+        messages += [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+    (row,) = read_example({"messages": messages}, tokenizer, Reading(assistant_only_loss=True)).rows
+    assert [*row.prompt_ids, *row.completion_ids] == ids
+    assert [*[False] * len(row.prompt_ids), *row.loss_mask] == mask
+    (row,) = read_example({"prompt": messages[:-1], "completion": messages[-1:]}, tokenizer).rows
+    assert list(row.completion_ids) == [*(VOCAB[c] for c in answers[-1]), EOS]
+    assert row.prompt_ids[-1] == VOCAB["c"]

@@ -366,6 +366,25 @@ def test_uses_of_rows() -> None:
         "chosen",
     ]
     assert make_strategy("online_grpo").uses(batch) == []
+    # What is not trained is not named.
+    masked = batch.replace(loss_mask=batch.loss_mask & (torch.arange(8) != 1).unsqueeze(1))
+    assert make_strategy("online_dpo").uses(masked) == ["", "", "", "", "", "rejected", "", "chosen"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"simpo_gamma": 1.0},
+        {"discopop_tau": 0.1, "loss_type": "simpo"},
+        {"f_alpha_divergence_coef": 0.3},
+        {"f_divergence_type": "js_divergence", "loss_type": "simpo"},
+    ],
+    ids=str,
+)
+def test_options_that_no_loss_has(options: dict[str, Any]) -> None:
+    name, value = next(iter(options.items()))
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        make_strategy("dpo", **options)
 
 
 def test_running_mean_needs_its_loss() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tokenizer
+from datasets import Dataset
 from harness import NAMES, ONLINE, build, logged, lora, policy, rows, scored_alone, weights
 from transformers import TrainerCallback
 
@@ -149,6 +150,23 @@ def test_several_evaluation_sets() -> None:
     assert {"eval_easy_reward", "eval_hard_reward", "eval_easy_loss", "eval_hard_loss"} <= metrics.keys()
     alone = online(evaluation=PROMPTS[:2]).evaluate()
     assert metrics["eval_easy_reward"] == alone["eval_reward"]
+
+
+def test_another_set_with_loaders_that_are_kept() -> None:
+    """Trainer keeps the loader of workers that stay; it is that of the set it was made for."""
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = build("sft", trainer={"eval_dataset": rows("sft", 3)}, **workers)
+    own = trainer.evaluate()["eval_loss"]
+    other = trainer.evaluate(rows("sft", 6)[3:])["eval_loss"]
+    assert own != other
+    assert other == build("sft").evaluate(rows("sft", 6)[3:])["eval_loss"]
+
+
+def test_prompts_given_to_the_call() -> None:
+    """Online, with a reward column that has the name of an encoded one."""
+    trainer = online()
+    raw = Dataset.from_list([{**row, "rows": 1} for row in PROMPTS])
+    assert trainer.evaluate(raw)["eval_reward"] == trainer.evaluate()["eval_reward"]
 
 
 def test_names_and_sets_given_to_the_call() -> None:

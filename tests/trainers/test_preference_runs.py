@@ -16,6 +16,8 @@ from hf_strategies.preference import bco_pair
 
 BCO: dict[str, Any] = {"loss_type": "bco_pair", "bco_running_mean": True, "beta": 0.5}
 
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2}
+
 
 def test_running_mean_by_hand() -> None:
     """The shift is the mean of all rewards of earlier steps, 0 in the first one; evaluation does not move it."""
@@ -66,6 +68,11 @@ def test_running_mean_after_resume(tmp_path: Path) -> None:
     total, count = json.loads(state.read_text())["sums"]
     assert count == 3 * 2 * 2 * 2  # steps, micro-batches, pairs, sides
     assert total != 0
+    plain = build("dpo", policy("llama"), rows("dpo", 8), max_steps=2, output_dir=str(tmp_path / "plain"), **SAVED)
+    plain.train()
+    late = build("dpo", policy("llama"), rows("dpo", 8), max_steps=2, **BCO)
+    with pytest.raises(ValueError, match="has no sums of what the strategy has seen"):
+        late.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-1"))
 
 
 def test_missing_eos_penalty() -> None:
@@ -103,7 +110,8 @@ def test_completions_are_printed_with_their_use(capsys: pytest.CaptureFixture[st
     run.train()
     printed = capsys.readouterr().out
     assert "trained as" in printed
-    assert printed.count("chosen") == printed.count("rejected") == 2  # one pair of each of two prompts
+    table = printed.split("{")[0]  # the figures after it speak of both too
+    assert table.count("chosen") == table.count("rejected") == 2  # one pair of each of two prompts
 
 
 def test_name_that_users_of_trl_know() -> None:

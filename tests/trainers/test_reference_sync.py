@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import build, logged, lora, needs, policy, rows, weights
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from test_resume import assert_resumes
 from torch import Tensor
 from transformers import TrainerCallback
@@ -117,6 +118,53 @@ def test_any_adapter_may_be_followed_closely(adapter: dict[str, Any]) -> None:
     assert [abs(m) < 1e-5 for m in margins] == [True, False, True, False, True, False, True]
 
 
+def test_small_steps_of_half_precision_add_up(tmp_path: Path) -> None:
+    """A step of 1 % would be rounded away in bfloat16; a checkpoint keeps what lies between."""
+    current, other = policy("llama").bfloat16(), policy("llama", seed=2).bfloat16()
+    start = {name: value.float() for name, value in weights(other).items()}
+    reference = FrozenModel(other)
+    for _ in range(200):
+        reference.mix(current, 0.01)
+    left = 0.99**200
+    again = FrozenModel(policy("llama").bfloat16())
+    again.load_state(reference.state())
+    for name, value in current.named_parameters():
+        expected = (1 - left) * value.float() + left * start[name]
+        torch.testing.assert_close(reference.state()[name], expected, atol=1e-4, rtol=1e-3)
+        assert torch.equal(again.state()[name], reference.state()[name])
+        assert torch.equal(dict(again.model.named_parameters())[name], expected.bfloat16()) or torch.allclose(
+            dict(again.model.named_parameters())[name].float(), expected, atol=1e-2
+        )
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_the_base_stays_as_it_is(sync: bool) -> None:
+    """An adapter that takes its part out of the base when it is made does so once."""
+    model = lora(policy("llama"), nonzero=False, init_lora_weights="pissa")
+    ids = torch.tensor([[7, 8, 9, 10]])
+    with torch.no_grad():
+        before = model.eval()(input_ids=ids).logits
+    build("dpo", model, **({**OPTIONS, "ref_model_mixup_alpha": 1.0} if sync else {}))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(input_ids=ids).logits, before, atol=1e-5, rtol=1e-5)
+
+
+def test_checkpoint_under_a_grown_vocabulary(tmp_path: Path) -> None:
+    """The adapter's weights alone: peft would add the embeddings, which are tied here."""
+    model = policy("llama", tie_word_embeddings=True)
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    run = build(
+        "dpo",
+        lora(model, target_modules=["q_proj", "v_proj"]),
+        output_dir=str(tmp_path),
+        **{**OPTIONS, "save_strategy": "steps", "save_steps": 4},
+    )
+    run.train()
+    keys = load_file(tmp_path / "checkpoint-4" / "reference.safetensors").keys()
+    assert keys
+    assert all("lora_" in key for key in keys)
+
+
 @pytest.mark.parametrize("make", ["full", "lora"])
 def test_resume(make: str, tmp_path: Path) -> None:
     """Pitfall F-89: the reference as it was, between two of its steps."""
@@ -143,6 +191,7 @@ def test_resume(make: str, tmp_path: Path) -> None:
         ("dpo", {"ref_model_mixup_alpha": 0.0}, "ref_model_mixup_alpha=0.0"),
         ("dpo", {"ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha=1.5"),
         ("dpo", {"ref_model_sync_steps": 0}, "ref_model_sync_steps=0"),
+        ("dpo", {"sync_ref_model": False}, "has no effect without sync_ref_model=True"),
     ],
 )
 def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
