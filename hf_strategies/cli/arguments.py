@@ -25,6 +25,9 @@ class ModelArguments(Options):
 
     def validate(self) -> None:  # noqa: D102 - see Options
         super().validate()
+        if isinstance(self.lora_target_modules, list):  # of a YAML file
+            self.lora_target_modules = ",".join(map(str, self.lora_target_modules))
+        self._require_types(["model_name_or_path", "lora_target_modules"])
         self.require_integer("lora_r", 1)
         self.require_integer("lora_alpha", 1)
         self.require_number("lora_dropout", 0.0, below=1.0)

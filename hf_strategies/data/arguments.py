@@ -71,6 +71,7 @@ class DataArguments(Options):
 
     def validate(self) -> None:  # noqa: D102 - see Options
         super().validate()
+        self._require_types(["dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"])
         self.require_integer("held_out_rows", 0)
         self.require_integer("task_size", 1)
         self.require_integer("shuffle_buffer_size", 1)

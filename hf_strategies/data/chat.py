@@ -22,6 +22,32 @@ ROLES = {
 }
 
 
+# Columns of a row that may hold conversations.
+CONVERSATIONS = ("prompt", "completion", "completions", "chosen", "rejected", "messages", "conversations")
+# What a chat template is called with; not for anyone else to set.
+RESERVED = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "messages",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+)
+
+
+def check_template_kwargs(given: Any, name: str = "chat_template_kwargs") -> None:
+    """Raise where arguments of a chat template are those of the call itself.
+
+    Raises:
+        ValueError: such an argument.
+    """
+    for key in sorted(given.keys() & set(RESERVED)):
+        raise ValueError(f"{name}[{key!r}]: not for the template, rows are rendered with a value of their own")
+
+
 def is_conversation(value: Any) -> bool:
     """Whether a column value is a list of chat messages."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
@@ -46,9 +72,8 @@ def check_messages(messages: Any, name: str) -> None:
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{where}['role']={message.get('role')!r}: allowed is a text")
         content = message.get("content")
-        parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-        if not (isinstance(content, str) or parts or (content is None and message.get("tool_calls"))):
-            raise ValueError(f"{where}['content']={content!r}: allowed is a text")
+        if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
+            raise ValueError(f"{where}['content']={content!r}: allowed is a text, or a list of parts of type text")
 
 
 def check_text(value: Any, name: str) -> str:
@@ -76,29 +101,44 @@ def as_messages(value: Any, role: str) -> Messages:
 
 
 def normalised(example: dict[str, Any]) -> dict[str, Any]:
-    """A row with every conversation in one form: lists of ``from`` and ``value`` become messages.
+    """A row with every conversation in one form, as chat templates of texts read it.
 
-    A column ``conversations`` counts as ``messages``. The caller's row stays as it is.
+    Lists of ``from`` and ``value`` become messages, and a column ``conversations`` counts as ``messages``. A content
+    in parts becomes their text. Keys without a value are left out: columns of a table have the same keys in every row.
+    The caller's row stays as it is.
 
     Raises:
         ValueError: a speaker that is not known (the message lists those that are).
     """
-    converted = {name: _converted(value, name) for name, value in example.items()}
+    converted = {name: _converted(value, name) if name in CONVERSATIONS else value for name, value in example.items()}
     if "conversations" in converted and converted.get("messages") is None:
         converted["messages"] = converted.pop("conversations")
     return converted
 
 
 def _converted(value: Any, name: str) -> Any:
-    is_sharegpt = (
-        isinstance(value, list) and bool(value) and isinstance(value[0], dict) and {"from", "value"} <= set(value[0])
-    )
-    if not is_sharegpt or "role" in value[0]:
+    if not isinstance(value, list) or not value:
         return value
+    if isinstance(value[0], list):
+        return [_converted(each, f"{name}[{i}]") for i, each in enumerate(value)]
+    if not isinstance(value[0], dict):
+        return value
+    if "role" in value[0] or not {"from", "value"} <= set(value[0]):
+        return [_with_text(_without_none(message)) for message in value]
     for i, turn in enumerate(value):
-        if turn.get("from") not in ROLES:
-            raise ValueError(f"{name}[{i}]['from']={turn.get('from')!r}: allowed are {', '.join(ROLES)}")
+        if not isinstance(turn, dict) or turn.get("from") not in ROLES:
+            given = f"['from']={turn.get('from')!r}" if isinstance(turn, dict) else f"={turn!r}"
+            raise ValueError(f"{name}[{i}]{given}: allowed are {', '.join(ROLES)}")
     return [{"role": ROLES[turn["from"]], "content": turn.get("value")} for turn in value]
+
+
+def _with_text(message: Any) -> Any:
+    """A message whose content, where it is given in parts of text, is their text."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return {**message, "content": "".join(texts)} if len(texts) == len(parts) else message
 
 
 def template_arguments(example: dict[str, Any]) -> dict[str, Any]:
@@ -122,6 +162,8 @@ def template_arguments(example: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}={given!r}: allowed is {allowed}")
         # Columns of a table have the same keys in every row, None where a row did not have them.
         clean = _without_none(value)
+        if name == "chat_template_kwargs":
+            check_template_kwargs(clean)
         arguments |= clean if name == "chat_template_kwargs" else {"tools": clean}
     return arguments
 

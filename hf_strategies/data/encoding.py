@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_strategies.data.chat import Messages, check_messages, is_conversation
 
+NAME = re.compile(r"[\w .-]+")
 # Characters for private use: they stand for added tokens that are to be read as plain text.
 FIRST_PLACEHOLDER, LAST_PLACEHOLDER = 0xF0000, 0xFFFFD
 
@@ -82,8 +83,11 @@ class Encoder:
             ValueError: no chat template.
         """
         require_chat_template(self.tokenizer)
+        for role in (message["role"] for message in messages if self.plain_text):
+            if not NAME.fullmatch(role):
+                raise ValueError(f"plain_text=True: role {role!r}: allowed are letters, digits and {' _.-'!r}")
         return self.tokenizer.apply_chat_template(
-            [self._protected_message(message) for message in messages],
+            self.protected(messages),
             # Rendered and then encoded, so that the return type does not depend on the transformers version.
             tokenize=False,
             add_generation_prompt=generation_prompt,
@@ -114,7 +118,17 @@ class Encoder:
 
     def forges(self, messages: Messages) -> bool:
         """Whether contents spell out special tokens that are to be read as text."""
-        return any(self._protected_message(message) != message for message in messages)
+        return self.protected(messages) != messages
+
+    def protected(self, value: Any) -> Any:
+        """Messages, tools or arguments in whose texts special tokens stand as placeholders, if they are to be text."""
+        if not self.plain_text:
+            return value
+        if isinstance(value, str):
+            return self._protected(value)
+        if isinstance(value, Mapping):
+            return {self.protected(key): self.protected(item) for key, item in value.items()}
+        return [self.protected(item) for item in value] if isinstance(value, list) else value
 
     @cached_property
     def _added_tokens(self) -> list[str]:
@@ -135,18 +149,6 @@ class Encoder:
             )
         place = {token: chr(FIRST_PLACEHOLDER + i) for i, token in enumerate(self._added_tokens)}
         return self._spelled_out.sub(lambda match: place[match[0]], text)
-
-    def _protected_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        content = message.get("content")
-        if isinstance(content, str):
-            return {**message, "content": self._protected(content)}
-        if isinstance(content, list):
-            parts = [
-                {**part, "text": self._protected(part["text"])} if isinstance(part.get("text"), str) else part
-                for part in content
-            ]
-            return {**message, "content": parts}
-        return message
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a rendered text, nothing added."""

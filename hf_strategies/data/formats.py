@@ -108,8 +108,8 @@ class ExampleEncoder:
             if rows and self.max_length is not None:
                 bos = self.tokenizer.bos_token_id
                 rows, reason = truncated(read, self.max_length, self.truncation_mode, bos)
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{self.name} row {number}: {error}") from error
+        except Exception as error:  # of a template or a tokenizer, of any kind
+            raise ValueError(f"{self.name} row {number}: {said(error)}") from error
         reason = reason or _untrainable(rows, self.min_rows)
         present = count_trained(read.rows)
         rows = [] if reason else rows
@@ -214,6 +214,12 @@ def _same_environment() -> Iterator[None]:
             del environment[name]
 
 
+def said(error: Exception) -> str:
+    """What an error says, with its kind where that is none of ours."""
+    message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    return message if type(error) in (ValueError, KeyError) else f"{type(error).__name__}: {message}"
+
+
 def row_fields(row: Row) -> dict[str, Any]:
     """A row as an encoded example holds it; `collate` makes one of it again."""
     values = {name: getattr(row, name) for name in ROW}
@@ -272,9 +278,15 @@ def encode_prompts(
         try:
             prompt = prompt_of(example)
             return {"prompt": prompt, "prompt_ids": reading.encoder(tokenizer, example).prompt(prompt)}
-        except (ValueError, KeyError) as error:
-            message = error.args[0] if error.args else error
-            raise ValueError(f"{name} row {number}: {message}") from error
+        except Exception as error:  # of a template or a tokenizer, of any kind
+            raise ValueError(f"{name} row {number}: {said(error)}") from error
 
     rows = [{**example, **encode(example, number)} for number, example in enumerate(dataset)]
+    texts = [isinstance(row["prompt"], str) for row in rows]
+    if len(set(texts)) > 1:
+        other = texts.index(not texts[0])
+        kinds = ("a text", "messages") if texts[0] else ("messages", "a text")
+        raise ValueError(
+            f"{name} row {other}: its prompt is {kinds[1]}, that of row 0 is {kinds[0]}: allowed is one kind"
+        )
     return Dataset.from_list(rows), max(len(row["prompt_ids"]) for row in rows)

@@ -9,7 +9,7 @@ The columns decide; a strategy that learns from rewards reads the scored shapes,
     prompt_ids, chosen_ids, rejected_ids    a pair in token ids; prompt_input_ids and so on are the same
 
     input_ids                       a document in token ids; with labels (-100 where a token does not train),
-                                    completion_mask or assistant_masks (1 where it does)
+                                    completion_mask or assistant_masks (1 where it does), attention_mask (0: padding)
     prompt, completion              the completion trains, unless ``completion_only_loss`` says otherwise
     messages                        a conversation (also ``conversations``, with from and value); all of it trains, or
                                     with ``assistant_only_loss`` what the assistant wrote
@@ -18,7 +18,8 @@ The columns decide; a strategy that learns from rewards reads the scored shapes,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, NamedTuple
 
 from hf_strategies.batch import Row
@@ -51,6 +52,8 @@ PLAIN_SHAPES: tuple[tuple[str, ...], ...] = (
     ("text",),
 )
 MASKS = ("labels", "completion_mask", "assistant_masks")
+# What it marks with 0 is left out.
+PADDING = "attention_mask"
 IGNORED_LABEL = -100
 
 
@@ -79,7 +82,9 @@ class Reading:
 
     def encoder(self, tokenizer: Any, example: dict[str, Any]) -> Encoder:
         """The tokenizer with what the chat template is given for a row."""
-        return Encoder(tokenizer, {**self.chat_template_kwargs, **template_arguments(example)}, self.plain_text)
+        encoder = Encoder(tokenizer, self.chat_template_kwargs, self.plain_text)
+        own = template_arguments(example)
+        return replace(encoder, template_kwargs={**self.chat_template_kwargs, **encoder.protected(own)})
 
 
 class Example(NamedTuple):
@@ -116,9 +121,17 @@ def shape_of(columns: list[str], scored: bool | None = None) -> tuple[str, ...]:
 
 
 def columns_read(columns: list[str], reading: Reading) -> list[str]:
-    """Columns under the names they are read by."""
-    names = {"conversations": "messages", reading.dataset_text_field: "text"}
-    return [names.get(column, column) for column in columns if column != "text" or "text" in names]
+    """Columns under the names they are read by; a text field that was chosen is read, whatever else there is.
+
+    Raises:
+        ValueError: the text field is no column.
+    """
+    field = reading.dataset_text_field
+    if field == "text":
+        return ["messages" if column == "conversations" else column for column in columns]
+    if field not in columns:
+        raise ValueError(f"dataset_text_field={field!r}: the dataset has columns {sorted(columns)}")
+    return ["text"]
 
 
 def read_example(example: dict[str, Any], tokenizer: Any, reading: Reading | None = None) -> Example:
@@ -154,9 +167,7 @@ def read_example(example: dict[str, Any], tokenizer: Any, reading: Reading | Non
 
 
 def _renamed(example: dict[str, Any], text_field: str) -> dict[str, Any]:
-    if text_field == "text" or text_field not in example:
-        return example
-    return {**{k: v for k, v in example.items() if k not in (text_field, "text")}, "text": example[text_field]}
+    return example if text_field == "text" else {"text": example.get(text_field)}
 
 
 def _shape_of_row(example: dict[str, Any], scored: bool | None) -> tuple[str, ...]:
@@ -195,10 +206,14 @@ def _read_completion(example: dict[str, Any], encoder: Encoder, reading: Reading
 def _read_document(example: dict[str, Any], column: str, encoder: Encoder, reading: Reading) -> list[Row]:
     if reading.completion_only_loss and not (column == "input_ids" and example.get("completion_mask") is not None):
         raise ValueError(f"completion_only_loss=True needs prompt and completion; the row has {described(example)}")
-    if reading.assistant_only_loss and column == "text":
-        raise ValueError(f"assistant_only_loss=True needs messages; the row has {described(example)}")
+    masked = column == "input_ids" and "assistant_masks" in example
+    if reading.assistant_only_loss and column != "messages" and not masked:
+        raise ValueError(
+            f"assistant_only_loss=True needs messages, or input_ids with assistant_masks; the row has "
+            f"{described(example)}"
+        )
     if column == "input_ids":
-        return _read_ids(example)
+        return _read_ids(example, reading)
     if column == "messages":
         check_messages(example["messages"], "messages")
         if reading.assistant_only_loss:
@@ -211,13 +226,15 @@ def _read_document(example: dict[str, Any], column: str, encoder: Encoder, readi
     return [document_row(ids)] if ids else []
 
 
-def _read_ids(example: dict[str, Any]) -> list[Row]:
+def _read_ids(example: dict[str, Any], reading: Reading) -> list[Row]:
+    masks = [name for name in MASKS if name != "completion_mask" or reading.completion_only_loss is not False]
     ids = _check_ids(example["input_ids"], "input_ids")
     trains = [True] * len(ids)
-    for name in MASKS:
-        values = example.get(name)
-        if values is None:
+    real = list(trains)
+    for name in (*masks, PADDING):
+        if name not in example:
             continue
+        values = example[name]
         if not isinstance(values, list) or len(values) != len(ids):
             size = len(values) if isinstance(values, list) else repr(values)
             raise ValueError(f"{name} has {size} entries for {len(ids)} input_ids")
@@ -229,8 +246,12 @@ def _read_ids(example: dict[str, Any]) -> list[Row]:
                 )
             if name != "labels" and value not in (0, 1):
                 raise ValueError(f"{name}[{i}]={value!r}: allowed are 0 and 1")
+        if name == PADDING:
+            real = [bool(value) for value in values]
+            continue
         flags = [value != IGNORED_LABEL if name == "labels" else bool(value) for value in values]
         trains = [a and b for a, b in zip(trains, flags, strict=True)]
+    ids, trains = list(compress(ids, real)), list(compress(trains, real))
     return [masked_row(ids, trains)] if ids else []
 
 

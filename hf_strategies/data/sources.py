@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ class _Source:
                 raise ValueError(f"{self.called(name)}={value!r}: a local file has no configurations or parts")
             if not path.stat().st_size:
                 raise ValueError(f"{self.label}: the file is empty")
-            return {"path": FORMATS[path.suffix], "data_files": {"train": str(path)}}
+            return {"path": FORMATS[path.suffix], "data_files": {"train": escape(str(path))}}
         if not path.exists() and config.path.startswith((".", "/", "~")):
             raise ValueError(f"{self.label}: no such file or folder")
         return {"path": str(path) if path.is_dir() else config.path, **given}
@@ -213,4 +214,9 @@ def _shuffled(rows: Rows, data: DataArguments, seed: int) -> Rows:
 
 def _in_memory(rows: IterableDataset, count: int) -> Dataset:
     """The first rows of a stream."""
-    return Dataset.from_list(list(rows.take(count)), features=rows.features)
+    try:
+        return Dataset.from_list(list(rows.take(count)), features=rows.features)
+    except Exception as error:  # of the network, of a file's format
+        raise ValueError(
+            f"the first {count} rows, which are held out, cannot be read: {type(error).__name__}: {error}"
+        ) from error

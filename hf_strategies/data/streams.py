@@ -12,7 +12,7 @@ import datasets
 from torch.utils.data import IterableDataset
 
 from hf_strategies.batch import Row
-from hf_strategies.data.formats import ExampleEncoder, row_fields
+from hf_strategies.data.formats import ExampleEncoder, row_fields, said
 from hf_strategies.data.packing import pack, wrap
 from hf_strategies.data.rows import columns_read, shape_of
 
@@ -60,7 +60,7 @@ class EncodedStream(IterableDataset):
         self.dropped: Counter[str] = Counter()
         self.lost_tokens = 0
         self.check: Callable[[int, int], None] = lambda longest, largest_id: None
-        first = next(iter(rows), None)
+        first = next(self._raw(), None)
         if first is None:
             raise ValueError(f"the {encoder.name} is empty")
         first = self.prepared(first, 0)
@@ -82,6 +82,22 @@ class EncodedStream(IterableDataset):
         for example in examples:
             yield {"rows": [row_fields(row) for row in example]}
 
+    def _raw(self) -> Iterator[dict[str, Any]]:
+        """Rows of one pass as they are."""
+        rows = iter(self.rows)
+        for number in count():
+            try:
+                example = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # of the network, of a file's format, of the generator
+                raise ValueError(f"{self.encoder.name}: cannot be read after {number} rows: {said(error)}") from error
+            if not isinstance(example, dict):
+                raise TypeError(
+                    f"{self.encoder.name} row {number}: got {type(example).__name__} ({example!r}), allowed is a dict"
+                )
+            yield example
+
     def _examples(self) -> Iterator[list[Row]]:
         """Rows of every example that trains."""
         longest = largest = number = 0
@@ -90,10 +106,10 @@ class EncodedStream(IterableDataset):
             self.rows.set_epoch(epoch)
             before = number
             trained = False
-            for example in self.rows:
+            for example in self._raw():
                 encoded = self.encoder(self.prepared(example, number), number)
                 number += 1
-                self.lost_tokens += encoded["present"] - encoded["trained"]
+                self._lose(encoded["present"] - encoded["trained"])
                 if encoded["reason"]:
                     self._drop(encoded["reason"])
                     continue
@@ -108,11 +124,20 @@ class EncodedStream(IterableDataset):
                 recorded = encoded["recorded"]
                 trained = True
                 yield [Row(**fields) for fields in encoded["rows"]]
+            if epoch == 0:
+                logger.info("%s: all %d rows are read; it begins anew", self.encoder.name, number)
             if not trained:
                 raise ValueError(
                     f"no row of the {self.encoder.name} can train ({number - before} rows, dropped: "
                     f"{dict(self.dropped) or 'none'})"
                 )
+
+    def _lose(self, tokens: int) -> None:
+        if tokens and not self.lost_tokens:
+            logger.warning(
+                "%s: tokens that would train are cut off or left out (tokens_lost counts them)", self.encoder.name
+            )
+        self.lost_tokens += tokens
 
     def _drop(self, reason: str, examples: int = 1) -> None:
         if not examples:

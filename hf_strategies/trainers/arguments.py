@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 
+from hf_strategies.data.chat import check_template_kwargs
 from hf_strategies.data.packing import PACKING_STRATEGIES
 from hf_strategies.data.truncation import TRUNCATION_MODES
 from hf_strategies.modeling.forward import ATTENTION_PATHS
@@ -87,6 +88,7 @@ class StrategyArguments(Options, TrainingArguments):
     def __post_init__(self) -> None:
         for name in ("model_init_kwargs", "chat_template_kwargs"):
             self._decode(name)
+        check_template_kwargs(self.chat_template_kwargs or {})
         super().__post_init__()
 
     def _decode(self, name: str) -> None:

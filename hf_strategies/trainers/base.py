@@ -282,6 +282,7 @@ class StrategyTrainer(StepMixin, EvaluationMixin, ReferenceMixin, CheckpointMixi
             logs["train/tokens_per_second"] = tokens / (now - self._last_log)
             logs["num_tokens"] = self.num_tokens
             if isinstance(self.train_dataset, EncodedStream):
+                logs["tokens_lost"] = self.train_dataset.lost_tokens
                 logs |= {f"rows_dropped/{reason}": n for reason, n in sorted(self.train_dataset.dropped.items())}
             if self.rollouts is not None:
                 logs["policy_version"] = self.rollouts.version.current

@@ -157,14 +157,16 @@ def _encode_stream(
     )
 
     def prepared(example: dict[str, Any], number: int) -> dict[str, Any]:
-        return example if formatting_func is None else _format("train", number, formatting_func(example))
+        return example if formatting_func is None else _format("train", number, formatting_func, example)
 
-    return EncodedStream(rows, encoder, packing, args.max_length, prepared)
+    return EncodedStream(rows.with_format(None), encoder, packing, args.max_length, prepared)
 
 
 def reading_of(strategy: Strategy, args: StrategyArguments) -> Reading:
     """How a run's rows become tokens."""
     chosen = options_from(args, Reading)
+    if strategy.packed and chosen.completion_only_loss is None:
+        chosen = replace(chosen, completion_only_loss=False)  # documents train as a whole
     return replace(chosen, scored=strategy.needs_rewards, chat_template_kwargs=chosen.chat_template_kwargs or {})
 
 
@@ -179,10 +181,16 @@ def _packing(strategy: Strategy, args: StrategyArguments, *, evaluation: bool) -
 
 
 def _formatted(name: str, dataset: Dataset, formatting_func: Callable[[dict[str, Any]], Any]) -> Dataset:
-    return _from_list(name, [_format(name, i, formatting_func(example)) for i, example in enumerate(dataset)])
+    return _from_list(name, [_format(name, i, formatting_func, example) for i, example in enumerate(dataset)])
 
 
-def _format(name: str, number: int, made: Any) -> dict[str, Any]:
+def _format(name: str, number: int, formatting_func: Callable[..., Any], example: dict[str, Any]) -> dict[str, Any]:
+    try:
+        made = formatting_func(example)
+    except Exception as error:
+        raise ValueError(
+            f"{name} dataset row {number}: formatting_func raised {type(error).__name__}: {error}"
+        ) from error
     if isinstance(made, list):
         made = {"messages": made}
     elif isinstance(made, str):
@@ -249,7 +257,9 @@ def _as_dataset(name: str, raw: Any) -> Dataset:
         )
     if len(raw) == 0:
         raise ValueError(f"the {name} dataset is empty")
-    return raw
+    if raw.format["type"] == "custom":
+        raise ValueError(f"{name} dataset: what with_transform makes is not kept; allowed are rows as map leaves them")
+    return raw.with_format(None)  # rows as Python objects, whatever form they were last looked at in
 
 
 def _from_list(name: str, rows: list[Any]) -> Dataset:

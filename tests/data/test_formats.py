@@ -294,7 +294,7 @@ def test_pairs_that_lack_their_prompt() -> None:
 
 def test_messages_of_tools_have_no_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
-    check_messages([{"role": "user", "content": [{"type": "text", "text": "a"}]}, call], "messages")
+    check_messages([{"role": "user", "content": "a"}, call], "messages")
     with pytest.raises(ValueError, match=r"messages\[0\]=None: allowed is a message, a dict with role and content"):
         check_messages([None], "messages")
 

@@ -144,7 +144,7 @@ def test_pairs_in_token_ids() -> None:
         (
             {"text": "a"},
             {"assistant_only_loss": True},
-            r"assistant_only_loss=True needs messages; the row has \['text'\]",
+            r"assistant_only_loss=True needs messages, or .*; the row has \['text'\]",
         ),
         ({"text": "a"}, {"completion_only_loss": True}, "completion_only_loss=True needs prompt and completion"),
         ({"messages": TWO_TURNS}, {"completion_only_loss": True}, "completion_only_loss=True needs prompt and compl"),
@@ -357,7 +357,8 @@ def test_no_token_spans_an_opened_turn_and_its_answer(answers: tuple[str, ...]) 
         messages += [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
     (row,) = read_example({"messages": messages}, tokenizer, Reading(assistant_only_loss=True)).rows
     assert [*row.prompt_ids, *row.completion_ids] == ids
-    assert [*[False] * len(row.prompt_ids), *row.loss_mask] == mask
+    trains = [True] * len(row.completion_ids) if row.loss_mask is None else row.loss_mask
+    assert [*[False] * len(row.prompt_ids), *trains] == mask
     (row,) = read_example({"prompt": messages[:-1], "completion": messages[-1:]}, tokenizer).rows
     assert list(row.completion_ids) == [*(VOCAB[c] for c in answers[-1]), EOS]
     assert row.prompt_ids[-1] == VOCAB["c"]
