@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_strategies import functional as f
+
+# Tokens whose probabilities are added up before their cumulative sum is taken.
+BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,26 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         [rows] long.
     """
-    cumulative = logits.softmax(dim=-1).double().cumsum(dim=-1)
-    # Scaled by the total, which rounding may leave beside 1; right=True never lands on a token of probability 0.
-    target = (uniform.to(logits.device) * cumulative[..., -1]).unsqueeze(-1)
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    probs = logits.softmax(dim=-1)
+    # A cumulative sum over all tokens takes longer than everything else here: one over blocks, and one within a block.
+    blocks = pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    masses = blocks.sum(dim=-1).double()
+    block, rest = _find(masses, uniform.to(logits.device).unsqueeze(-1))
+    inside = blocks.gather(-2, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(-2).double()
+    token, _ = _find(inside, rest)
+    return (block * BLOCK + token).squeeze(-1)
+
+
+def _find(masses: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a share [rows, 1] in [0, 1) of the total of ``masses`` [rows, n] falls, and its share of what is there."""
+    cumulative = masses.cumsum(dim=-1)
+    total = cumulative[..., -1:]
+    # Below the total whatever rounding does; right=True never lands on a mass of 0.
+    target = torch.minimum(share * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cumulative, target, right=True).clamp(max=masses.shape[-1] - 1)
+    mass = masses.gather(-1, index)
+    share = (target - (cumulative.gather(-1, index) - mass)) / mass
+    return index, share.clamp(0.0, 1.0)
 
 
 class TokenSampler:

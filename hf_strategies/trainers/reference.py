@@ -274,7 +274,7 @@ def _key_of(dataset: Dataset, fingerprint: str) -> str:
 
 
 def _offsets(lengths: list[int]) -> pa.Array:
-    return pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    return pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64), type=pa.int32())
 
 
 def _read(file: Path, total: int) -> np.ndarray | None:

@@ -167,6 +167,26 @@ def test_draws_follow_the_distribution() -> None:
     assert draw(torch.tensor([[-torch.inf, 0.0]]), torch.tensor([0.0])).item() == 1
 
 
+@pytest.mark.parametrize("vocab", [2, 255, 256, 257, 5000])
+@pytest.mark.parametrize("kept", [1.0, 0.02])
+def test_blocks_draw_what_one_sum_draws(vocab: int, kept: float) -> None:
+    """The plain way is a cumulative sum over the whole vocabulary."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 4 * torch.randn(400, vocab, generator=generator, dtype=torch.float64)
+    ruled_out = torch.rand(400, vocab, generator=generator) >= kept
+    ruled_out[torch.arange(400), torch.randint(vocab, (400,), generator=generator)] = False
+    logits = logits.masked_fill(ruled_out, -torch.inf)
+    uniform = torch.rand(400, generator=generator, dtype=torch.float64)
+    uniform[:4] = torch.tensor([0.0, 1 - 2**-53, 2**-53, 0.5], dtype=torch.float64)
+    cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
+    target = torch.minimum(uniform * cumulative[:, -1], cumulative[:, -1] * (1 - 2**-52))
+    expected = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    assert torch.equal(draw(logits, uniform), expected)
+    drawn = draw(logits.float(), uniform)
+    assert (drawn == expected).double().mean() > 0.99
+    assert logits.gather(1, drawn.unsqueeze(1)).isfinite().all()
+
+
 def fits(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     """p-value of the counts under the probabilities; cells that are expected less than 5 times are one cell."""
     expected = probabilities.double() * counts.sum()
